@@ -1,0 +1,60 @@
+"""Errors that a user can act on: each message names the thing, the rule, the place and the remedy."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class PflsecError(Exception):
+    """An error whose message is written for the user; the command line prints it as one line, without a traceback."""
+
+    exit_code = 2
+
+
+class ConfigError(PflsecError):
+    """An option, hyper-parameter or name is not acceptable."""
+
+
+class DataError(PflsecError):
+    """A dataset or partition cannot be used as asked."""
+
+
+class ModelError(PflsecError):
+    """A network cannot be built, or cut into body and head, as asked."""
+
+
+class WireError(PflsecError):
+    """A message breaks the method's wire contract."""
+
+
+class RunError(PflsecError):
+    """A run folder, capture or result is missing, damaged, foreign or of another schema version."""
+
+
+class KnowledgeError(PflsecError):
+    """An attack asks for knowledge that the stated adversary does not have."""
+
+
+class TrainingError(PflsecError):
+    """Training cannot go on: a value is not finite, or a client raised an error."""
+
+    exit_code = 1
+
+
+class NotApplicable(Exception):
+    """An attack says that it has nothing to work on here; the message is the reason, printed in the result's row."""
+
+
+class PflsecWarning(UserWarning):
+    """Something that works but is probably not what the user wants."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return "; did you mean X?" for the nearest of the known names, or the empty string."""
+    near = difflib.get_close_matches(name.lower(), {k.lower(): k for k in known}, n=1, cutoff=0.5)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def unknown(what: str, name: str, known: Iterable[str]) -> str:
+    """Return the sentence for a name that is not one of the known ones, with the nearest and the whole list."""
+    names = sorted(known)
+    return f"{what} '{name}' is not known{did_you_mean(name, names)} Known: {', '.join(names) or 'none'}."

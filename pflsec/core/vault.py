@@ -1,0 +1,34 @@
+"""The vault's writer. The vault holds the victims' true data; only `pflsec.leakage` reads it."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from pflsec.core.files import write_json
+from pflsec.core.items import Items, prefixed
+from pflsec.core.tensors import write_items
+
+
+class VaultWriter:
+    """Writes what the attacker must not see into `folder`, beside the captures.
+
+    <capture>.safetensors   x [B, C, H, W] as the network saw it (normalised), y [B], dataset_index [B], state.* (the
+                            client's private items before its local work)
+    <capture>.json          replay_residual: relative distance of the replayed from the captured uplink, at the truth
+    pool.safetensors        images [P, C, H, W] in pixel space [0, 1], dataset_index [P], mean [C, H, W] (the mean image)
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def victim(self, capture: str, x: Tensor, y: Tensor, index: Tensor, state: Items, facts: Mapping[str, Any]) -> None:
+        """Store one victim batch under its capture's id."""
+        items = {"x": x, "y": y, "dataset_index": index} | prefixed("state", state)
+        write_items(self.folder / f"{capture}.safetensors", items)
+        write_json(self.folder / f"{capture}.json", facts)
+
+    def pool(self, images: Tensor, index: Tensor, mean: Tensor) -> None:
+        """Store the identification pool and the federation's mean training image."""
+        write_items(self.folder / "pool.safetensors", {"images": images, "dataset_index": index, "mean": mean})

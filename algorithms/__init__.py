@@ -1,0 +1,1 @@
+"""The federated methods, one file each, in the folder of their family."""

@@ -1,0 +1,1 @@
+"""Methods that exchange knowledge (prototypes, logits) rather than weights alone."""

@@ -1,0 +1,1 @@
+"""Methods in which each client gets an aggregate of its own."""

@@ -1,0 +1,1 @@
+"""Methods with one global model."""

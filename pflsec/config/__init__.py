@@ -1,0 +1,1 @@
+"""Configuration of runs and attacks: what the command line and Python accept, validated before anything runs."""

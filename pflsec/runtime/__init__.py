@@ -1,0 +1,1 @@
+"""Running a federation: the round loop, evaluation, probes, replays, and run folders."""

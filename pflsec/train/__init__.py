@@ -1,0 +1,1 @@
+"""Local training: the one loop of SGD, under two interpreters."""

@@ -1,0 +1,71 @@
+"""An attack: a function of a capture. It never sees the truth, and never imports a method."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from pflsec.core.config import Config
+from pflsec.core.knowledge import Knows
+
+if TYPE_CHECKING:
+    from pflsec.wire.capture import Capture
+
+Status = Literal["converged", "budget", "diverged", "nonfinite", "not-applicable"]
+C = TypeVar("C", bound=Config)
+
+
+@dataclass(frozen=True)
+class Reconstruction:
+    """What an attack returns.
+
+    x          [R, C, H, W] as the network sees it, or None where only labels were sought
+    y          int64 [R], or None
+    objective  the attacker's own loss at x, without priors: the only number by which restarts are chosen
+    labels, hidden  how labels and the client's private items were treated
+    """
+
+    x: Tensor | None
+    y: Tensor | None
+    objective: float
+    status: Status
+    iterations: int
+    restarts: int
+    labels: str
+    hidden: str
+    note: str = ""
+    trace: list[float] = field(default_factory=list)
+    failures: Mapping[str, int] = field(default_factory=dict)
+
+
+class Attack(Generic[C]):
+    """Base of every attack. One file, one subclass and its Config."""
+
+    key: ClassVar[str]
+    aliases: ClassVar[tuple[str, ...]] = ()
+    Config: ClassVar[type[Config]] = Config
+    needs: ClassVar[frozenset[Knows]] = frozenset()
+
+    def __init__(self, cfg: C):
+        self.cfg = cfg
+
+    def reconstruct(self, cap: "Capture", rng: torch.Generator) -> Reconstruction:
+        """Return the reconstruction of the capture's batch. Raises NotApplicable with the reason where there is nothing
+        to work on."""
+        raise TypeError(f"{type(self).__name__} does not define reconstruct(); every attack must.")
+
+    def requirements(self) -> Mapping[str, frozenset[Knows]]:
+        """Return {what: knowledge it needs} for this configuration; checked before anything runs."""
+        wanted: dict[str, frozenset[Knows]] = {f"attack {self.key}": self.needs}
+        choices: dict[tuple[str, str], Knows] = {
+            ("labels", "known"): Knows.LABELS,
+            ("hidden", "oracle"): Knows.PRIVATE,
+            ("hidden", "log"): Knows.HISTORY,
+        }
+        settings: dict[str, Any] = self.cfg.model_dump()
+        for (name, value), need in choices.items():
+            if settings.get(name) == value:
+                wanted[f"--{name} {value}"] = frozenset({need})
+        return wanted

@@ -1,0 +1,62 @@
+"""Configuration models: frozen, extra keys forbidden, every number with a range, a sentence and the paper's value."""
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from pflsec.core.errors import ConfigError, did_you_mean
+
+
+class Config(BaseModel):
+    """Base of every configuration. Values are checked when it is built; NaN and infinities are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True)
+
+
+def at_least(low: float, *, default: Any, about: str = "", **cited: Any) -> Any:
+    """Declare a number >= low. `cited` holds published values by source, e.g. paper=10, pfllib=1."""
+    return Field(default=default, ge=low, description=about, json_schema_extra={"cited": cited})
+
+
+def above(low: float, *, default: Any, about: str = "", **cited: Any) -> Any:
+    """Declare a number > low."""
+    return Field(default=default, gt=low, description=about, json_schema_extra={"cited": cited})
+
+
+def between(low: float, high: float, *, default: Any, about: str = "", **cited: Any) -> Any:
+    """Declare a number in [low, high]."""
+    return Field(default=default, ge=low, le=high, description=about, json_schema_extra={"cited": cited})
+
+
+def option(*, default: Any, about: str = "", **cited: Any) -> Any:
+    """Declare a choice or a switch; the annotation says what is allowed."""
+    return Field(default=default, description=about, json_schema_extra={"cited": cited})
+
+
+C = TypeVar("C", bound=BaseModel)
+
+
+def build(model: type[C], values: Mapping[str, Any], where: str, source: str = "the command line") -> C:
+    """Return model(**values); every mistake becomes one ConfigError sentence.
+
+    where   how the reader knows the thing that is configured, e.g. "fedprox" or "train"
+    source  where the values came from, e.g. "grid.toml"
+    """
+    try:
+        return model(**values)
+    except ValidationError as error:
+        problems = "; ".join(_sentence(model, dict(problem), where) for problem in error.errors())
+        raise ConfigError(f"{problems} From {source}.") from None
+
+
+def _sentence(model: type[BaseModel], problem: dict[str, Any], where: str) -> str:
+    name = ".".join(str(part) for part in problem["loc"]) or "configuration"
+    if problem["type"] == "extra_forbidden":
+        known = ", ".join(sorted(model.model_fields)) or "none"
+        return f"{where} has no setting '{name}'{did_you_mean(name, model.model_fields)} It has: {known}."
+    rule = problem["msg"].removeprefix("Value error, ")
+    rule = rule.replace("Input should be", "it must be").replace("a finite number", "a finite number (no nan, no inf)")
+    if problem["loc"]:
+        return f"{where}: {name} is {problem['input']!r}; {rule}."
+    return f"{where}: {rule}."

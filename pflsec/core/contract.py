@@ -1,0 +1,109 @@
+"""The wire contract: which items a method sends in each direction, of which kind and shape."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import Tensor
+
+from pflsec.core.errors import WireError
+from pflsec.core.network import Net
+
+Direction = Literal["down", "up"]
+
+KINDS = (
+    "weights",
+    "weights-delta",
+    "gradient",
+    "control variate",
+    "prototypes",
+    "logits",
+    "label set",
+    "mask",
+    "statistics",
+    "counts",
+    "generator",
+    "buffers",
+    "scalar",
+)
+DECLARATION = re.compile(r"(?P<kind>[a-z -]+?)(?: \[(?P<shape>[^\]]*)\])?")
+
+
+@dataclass(frozen=True)
+class Contract:
+    """What may cross the wire, as a method declares it.
+
+    A key is an item's name, or `part.*` / `prefix.part.*` / `prefix.*` for the network's parameters of a part (or all of
+    them), under a prefix. A trailing '?' marks an item that some configurations send and others do not.
+    A value is a kind, and for items that are no parameters a shape: `prototypes [held, d]`. C is the number of classes,
+    d the feature dimension; any other letter stands for one size throughout a message.
+    """
+
+    method: str
+    down: Mapping[str, str]
+    up: Mapping[str, str]
+    net: Net
+    _tables: dict[str, dict[str, str]] = field(default_factory=dict, repr=False, compare=False)
+
+    def items(self, direction: Direction) -> dict[str, str]:
+        """Return {item name: declaration} with the patterns spelled out for this network."""
+        if direction not in self._tables:
+            declared = self.down if direction == "down" else self.up
+            self._tables[direction] = {n: text for key, text in declared.items() for n in self._names(key)}
+        return self._tables[direction]
+
+    def kind(self, direction: Direction, name: str) -> str:
+        """Return the kind of an item."""
+        return kind_of(self.items(direction)[name])
+
+    def check(self, direction: Direction, message: Mapping[str, Tensor], where: str) -> None:
+        """Raise WireError unless the message holds the declared items, all of them, in the declared shapes."""
+        declared = self.items(direction)
+        optional = {key[:-1] for key in (self.down if direction == "down" else self.up) if key.endswith("?")}
+        verb = "sent" if direction == "up" else "was sent"
+        for name in message:
+            if name not in declared:
+                allowed = ", ".join(self.down if direction == "down" else self.up) or "nothing"
+                raise WireError(
+                    f"{where}: {self.method} {verb} the item '{name}' {list(message[name].shape)}; its contract allows "
+                    f"{allowed}. Declare it in `{direction}`, or keep personal items in Done.state."
+                )
+        missing = sorted(set(declared) - set(message) - optional)
+        if missing:
+            raise WireError(f"{where}: {self.method} {verb} a message without {', '.join(missing)}, which it declares.")
+        sizes: dict[str, int] = {"C": self.net.classes, "d": self.net.feature_dim}
+        for name, value in message.items():
+            self._check_shape(name, declared[name], value, sizes, where)
+
+    def _names(self, key: str) -> list[str]:
+        key = key.rstrip("?")
+        if not key.endswith(".*"):
+            return [key]
+        path = key[:-2].split(".")
+        part = path[-1] if path[-1] in ("body", "head") else None
+        prefix = ".".join(path[:-1] if part else path)
+        names = [n for n in self.net.shapes if part is None or n.startswith(part + ".")]
+        return [f"{prefix}.{n}" if prefix else n for n in names]
+
+    def _check_shape(self, name: str, text: str, value: Tensor, sizes: dict[str, int], where: str) -> None:
+        match = DECLARATION.fullmatch(text)
+        if match is None or match["kind"] not in KINDS:
+            raise WireError(f"{self.method} declares '{name}' as '{text}'; the kinds are: {', '.join(KINDS)}.")
+        if match["shape"] is None:
+            parameter = next((p for p in self.net.shapes if name == p or name.endswith("." + p)), None)
+            expected = list(self.net.shapes[parameter]) if parameter else []
+        else:
+            letters = [s.strip() for s in match["shape"].split(",") if s.strip()]
+            if len(letters) != value.dim():
+                raise WireError(f"{where}: item '{name}' has shape {list(value.shape)}; its contract says [{match['shape']}].")
+            expected = [
+                int(s) if s.isdigit() else sizes.setdefault(s, n) for s, n in zip(letters, value.shape, strict=True)
+            ]
+        if list(value.shape) != expected:
+            raise WireError(f"{where}: item '{name}' of {self.method} has shape {list(value.shape)}; it must be {expected}.")
+
+
+def kind_of(declaration: str) -> str:
+    """Return the kind in a declaration such as 'prototypes [held, d]'."""
+    return declaration.partition(" [")[0]

@@ -1,0 +1,113 @@
+"""What a method's local work is given: its client's data, the round's settings, and the one loop of SGD."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pflsec.core.items import Items
+from pflsec.core.network import Net
+
+LossPerExample = Callable[[Items, Tensor, Tensor], Tensor]
+"""(parameters, x [B, ...], y) -> loss of each example, [B]. The mean over the batch is taken by the loop."""
+
+Penalty = Callable[[Items, torch.Generator], Tensor]
+"""(parameters, random stream of this step) -> 0-d. Must not look at data: defenses let it pass without noise."""
+
+
+class Local(Protocol):
+    """The context of one client's local work in one exchange.
+
+    The same method code runs under two interpreters: training (in place, no graph) and unrolled (every step keeps its
+    graph, so that the uplink is differentiable in the data and in unknown state).
+    """
+
+    net: Net
+    round: int
+    client: int
+    lr: float
+    """Learning rate of this round."""
+    epochs: int
+    """Epochs of the phase that produces what is sent (in a probe: its number of steps)."""
+    num_samples: int
+
+    def fit(
+        self,
+        params: Mapping[str, Tensor],
+        on: LossPerExample,
+        *,
+        penalty: Penalty | None = None,
+        inputs: Tensor | None = None,
+        epochs: int | None = None,
+        lr: float | None = None,
+        phase: str = "main",
+    ) -> Items:
+        """Return `params` after minibatch SGD on mean(on) + penalty.
+
+        inputs  [n, ...] takes the place of the client's inputs, row by row (e.g. features that do not change)
+        epochs  default: `self.epochs`
+        lr      default: `self.lr`
+        phase   names the random stream of the batch order: other phases never shift the main one
+        """
+        ...
+
+    def steps(self, epochs: int | None = None) -> int:
+        """Return the number of SGD steps that `fit` makes in so many epochs."""
+        ...
+
+    def batches(self, epochs: int | None = None, phase: str = "main") -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield (x, y) as `fit` would see them, for methods with a step rule of their own."""
+        ...
+
+    def step(
+        self, params: Mapping[str, Tensor], on: LossPerExample, x: Tensor, y: Tensor, *, lr: float | None = None
+    ) -> Items:
+        """Return `params` after one SGD step on one batch."""
+        ...
+
+    def full_gradient(self, params: Mapping[str, Tensor], on: LossPerExample) -> Items:
+        """Return the gradient of mean(on) over all of the client's data at `params`."""
+        ...
+
+    def features(self, body: Mapping[str, Tensor]) -> Tensor:
+        """Return the body's features of all of the client's inputs, in their order, [n, feature_dim]."""
+        ...
+
+    def targets(self) -> Tensor:
+        """Return all of the client's labels: int64 [n], or probabilities [n, classes] where an attacker guesses them."""
+        ...
+
+    def one_hot(self, y: Tensor) -> Tensor:
+        """Return labels as probabilities [B, classes]; probabilities pass unchanged."""
+        ...
+
+    def ce(self, params: Mapping[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        """Return the cross entropy of each example, [B]; y int64 [B] or probabilities [B, classes]."""
+        ...
+
+    def head_ce(self, head: Mapping[str, Tensor], z: Tensor, y: Tensor) -> Tensor:
+        """Return the cross entropy [B] of features z [B, feature_dim] under a head."""
+        ...
+
+    def rng(self, purpose: str) -> torch.Generator:
+        """Return the stream of this round and client for an own purpose."""
+        ...
+
+
+def half_squared_distance(weight: float, anchor: Mapping[str, Tensor]) -> Penalty:
+    """Return the penalty weight/2 * |params - anchor|^2; its gradient is weight * (params - anchor). The norm is squared."""
+
+    def penalty(params: Items, rng: torch.Generator) -> Tensor:
+        return weight / 2 * torch.stack([(p - anchor[k]).square().sum() for k, p in params.items()]).sum()
+
+    return penalty
+
+
+def linear(slope: Mapping[str, Tensor]) -> Penalty:
+    """Return the penalty <slope, params>; its gradient is the slope itself, at every point."""
+
+    def penalty(params: Items, rng: torch.Generator) -> Tensor:
+        return torch.stack([(slope[k] * p).sum() for k, p in params.items()]).sum()
+
+    return penalty

@@ -1,0 +1,198 @@
+"""Methods, attacks, defenses, datasets and models by name, through entry points.
+
+A stranger's package adds one the same way as ours: an entry in the group `pflsec.algorithms` (attacks, defenses, datasets,
+models). Names are listed and described from source text alone: no method, and no torch, is imported for that.
+"""
+
+import ast
+import importlib
+import importlib.util
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Any
+
+from pflsec.core.errors import ConfigError, unknown
+
+GROUPS = ("algorithms", "attacks", "defenses", "datasets", "models")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One hyper-parameter as its source declares it."""
+
+    name: str
+    type: str
+    default: str
+    about: str
+    cited: dict[str, str]
+    rule: str
+
+
+@dataclass(frozen=True)
+class Card:
+    """What a source file says about the thing it defines."""
+
+    key: str
+    group: str
+    title: str
+    family: str
+    sections: dict[str, str]
+    """The docstring's labelled lines: Source, Solves, Wire, Private, ..."""
+    attributes: dict[str, Any]
+    """Class attributes whose value is a literal: down, up, shared, private, presets, ..."""
+    settings: list[Setting] = field(default_factory=list)
+
+
+def names(group: str) -> list[str]:
+    """Return the sorted names in a group."""
+    return sorted(_entries(group))
+
+
+def find(group: str, name: str) -> str:
+    """Return the registered name that `name` means: case, dashes and underscores do not matter, and aliases count.
+
+    Raises ConfigError with the nearest known name.
+    """
+    wanted = _normal(name)
+    for key in _entries(group):
+        if _normal(key) == wanted:
+            return key
+    for key in _entries(group) if group == "attacks" else ():
+        if wanted in (_normal(alias) for alias in card(group, key).attributes.get("aliases", ())):
+            return key
+    raise ConfigError(unknown(group.removesuffix("s"), name, _entries(group)))
+
+
+def load(group: str, name: str) -> Any:
+    """Import and return the object registered under this name."""
+    entry = _entries(group)[find(group, name)]
+    try:
+        return entry.load()
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{group.removesuffix('s')} '{entry.name}' ({entry.value}) cannot be imported: {error}.") from error
+
+
+@cache
+def card(group: str, name: str) -> Card:
+    """Return the card of a registered thing, read from its source file without importing it."""
+    entry = _entries(group)[name]
+    spec = importlib.util.find_spec(entry.module)
+    if spec is None or spec.origin is None:
+        raise ConfigError(f"{group.removesuffix('s')} '{name}': the module {entry.module} is not installed.")
+    tree = ast.parse(Path(spec.origin).read_text(encoding="utf8"))
+    node = next((n for n in tree.body if getattr(n, "name", None) == entry.attr), None)
+    text = (ast.get_docstring(node) if isinstance(node, ast.FunctionDef) else ast.get_docstring(tree)) or ""
+    title, sections = _sections(text)
+    return Card(
+        key=name,
+        group=group,
+        title=title,
+        family=entry.module.split(".")[-2],
+        sections=sections,
+        attributes=_literals(node) if isinstance(node, ast.ClassDef) else {},
+        settings=_settings(tree, node) if isinstance(node, ast.ClassDef) else [],
+    )
+
+
+@cache
+def _entries(group: str) -> dict[str, EntryPoint]:
+    return {entry.name: entry for entry in entry_points(group=f"pflsec.{group}")}
+
+
+def _normal(name: str) -> str:
+    return "".join(c for c in name.lower() if c.isalnum())
+
+
+def _sections(text: str) -> tuple[str, dict[str, str]]:
+    """Split a docstring into its first paragraph and its labelled lines ("Source   ...", continued by indentation)."""
+    title, _, rest = text.partition("\n\n")
+    sections: dict[str, str] = {}
+    label = ""
+    for line in rest.splitlines():
+        word, gap, value = line.partition("  ")
+        if word and gap and not line.startswith(" ") and word.isalpha() and word[0].isupper():
+            label = word
+            sections[label] = value.strip()
+        elif label and line.startswith(" "):
+            sections[label] += " " + line.strip()
+        else:
+            label = ""
+    return " ".join(title.split()), sections
+
+
+def _literals(node: ast.ClassDef) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for statement in node.body:
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and statement.value:
+            pairs = [(statement.target, statement.value)]
+        elif isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Tuple):
+            values = statement.value.elts if isinstance(statement.value, ast.Tuple) else []
+            pairs = list(zip(statement.targets[0].elts, values, strict=False))
+        elif isinstance(statement, ast.Assign):
+            pairs = [(statement.targets[0], statement.value)]
+        else:
+            continue
+        for target, value in pairs:
+            if isinstance(target, ast.Name) and (literal := _literal(value)) is not None:
+                found[target.id] = literal
+    return found
+
+
+def _literal(node: ast.expr) -> Any:
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        return None
+
+
+def _settings(tree: ast.Module, node: ast.ClassDef) -> list[Setting]:
+    classes = {n.name: n for n in tree.body if isinstance(n, ast.ClassDef)}
+    name = next(
+        (s.value.id for s in node.body if isinstance(s, ast.Assign) and isinstance(s.value, ast.Name)
+         and isinstance(s.targets[0], ast.Name) and s.targets[0].id == "Config"),
+        "Config",
+    )  # fmt: skip
+    return _fields(name, classes, tree)
+
+
+def _fields(name: str, classes: dict[str, ast.ClassDef], tree: ast.Module) -> list[Setting]:
+    """Return the declared fields of a configuration class, those of its bases first."""
+    if name not in classes:
+        home = _imported_from(name, tree)
+        if home is None or home == "pflsec.core.config":
+            return []
+        spec = importlib.util.find_spec(home)
+        if spec is None or spec.origin is None:
+            return []
+        tree = ast.parse(Path(spec.origin).read_text(encoding="utf8"))
+        classes = {n.name: n for n in tree.body if isinstance(n, ast.ClassDef)}
+        if name not in classes:
+            return []
+    node = classes[name]
+    settings = [s for base in node.bases if isinstance(base, ast.Name) for s in _fields(base.id, classes, tree)]
+    own = [_setting(s) for s in node.body if isinstance(s, ast.AnnAssign) and isinstance(s.target, ast.Name)]
+    replaced = {s.name for s in own}
+    return [s for s in settings if s.name not in replaced] + own
+
+
+def _imported_from(name: str, tree: ast.Module) -> str | None:
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and any((a.asname or a.name) == name for a in node.names):
+            return node.module
+    return None
+
+
+def _setting(node: ast.AnnAssign) -> Setting:
+    assert isinstance(node.target, ast.Name)
+    kind, value = ast.unparse(node.annotation), node.value
+    if not isinstance(value, ast.Call):
+        return Setting(node.target.id, kind, ast.unparse(value) if value else "", "", {}, "")
+    words = {k.arg: _literal(k.value) for k in value.keywords if k.arg}
+    bounds = [ast.unparse(a) for a in value.args]
+    rules = {"at_least": ">= {}", "above": "> {}", "between": "{} to {}"}
+    called = value.func.id if isinstance(value.func, ast.Name) else ""
+    cited = {k: str(v) for k, v in words.items() if k not in ("default", "about")}
+    rule = rules.get(called, "").format(*bounds) if len(bounds) == rules.get(called, "").count("{}") else ""
+    return Setting(node.target.id, kind, str(words.get("default")), str(words.get("about") or ""), cited, rule)

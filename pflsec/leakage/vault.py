@@ -1,0 +1,111 @@
+"""The vault's reader: the victims' true data and the pool of candidates. Nothing else opens the vault."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pflsec.core.errors import RunError
+from pflsec.core.files import read_json, safe_name
+from pflsec.core.items import Items, without_prefix
+from pflsec.core.tensors import read_items
+
+RANGE_SLACK = 1e-4  # de-normalising in float32 misses 0 and 1 by about 1e-7; a wrong scale misses by far more
+
+
+@dataclass(frozen=True, eq=False)
+class Truth:
+    """One victim batch: x [B, C, H, W] normalised as the network saw it; y and dataset_index int64 [B].
+
+    state holds the client's private items before its local work; replay_residual is the relative distance of
+    the replayed from the captured uplink, at the truth, or None when it was not measured.
+    """
+
+    x: Tensor
+    y: Tensor
+    dataset_index: Tensor
+    state: Items
+    replay_residual: float | None
+
+
+@dataclass(frozen=True, eq=False)
+class Pool:
+    """The candidates: images [P, C, H, W] in [0, 1], dataset_index int64 [P], mean image [C, H, W]."""
+
+    images: Tensor
+    dataset_index: Tensor
+    mean: Tensor
+
+
+class Vault:
+    """Reads what `pflsec.core.vault.VaultWriter` wrote into `folder`; every file is checked first."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def truth(self, capture_id: str) -> Truth:
+        """Return one capture's victim batch; RunError says which file is missing or damaged, and how."""
+        name = safe_name(capture_id, "the capture id")
+        path = self.folder / f"{name}.safetensors"
+        items = read_items(path, f"the truth of capture {name}")
+        x = _floats(items, "x", ("B", "C", "H", "W"), path)
+        y = _integers(items, "y", x.shape[0], path)
+        index = _integers(items, "dataset_index", x.shape[0], path)
+        facts = self.folder / f"{name}.json"
+        residual = _residual(read_json(facts, f"the replay check of capture {name}"), facts)
+        return Truth(x, y, index, without_prefix("state", items), residual)
+
+    def pool(self) -> Pool:
+        """Return the identification pool, clamped to [0, 1]; RunError if missing or damaged."""
+        path = self.folder / "pool.safetensors"
+        items = read_items(path, "the pool of candidate images")
+        images = _pixels(_floats(items, "images", ("P", "C", "H", "W"), path), "images", path)
+        mean = _pixels(_floats(items, "mean", ("C", "H", "W"), path), "mean", path)
+        if mean.shape != images.shape[1:]:
+            raise _damaged(path, f"the mean image is {list(mean.shape)}, the images {list(images.shape[1:])}")
+        return Pool(images, _integers(items, "dataset_index", images.shape[0], path), mean)
+
+
+def _damaged(path: Path, why: str) -> RunError:
+    return RunError(f"the vault is damaged: {path}: {why}. Train again with captures to write a new one.")
+
+
+def _item(items: Items, name: str, path: Path) -> Tensor:
+    if name not in items:
+        raise _damaged(path, f"it has no item '{name}'")
+    return items[name]
+
+
+def _floats(items: Items, name: str, axes: tuple[str, ...], path: Path) -> Tensor:
+    tensor = _item(items, name, path)
+    if not tensor.is_floating_point() or tensor.dim() != len(axes) or not tensor.numel():
+        found, wanted = f"{tensor.dtype} {list(tensor.shape)}", ", ".join(axes)
+        raise _damaged(path, f"'{name}' is {found}; it must be floating point [{wanted}] and not empty")
+    if not torch.isfinite(tensor).all():
+        raise _damaged(path, f"'{name}' holds a NaN or an infinity")
+    return tensor
+
+
+def _integers(items: Items, name: str, length: int, path: Path) -> Tensor:
+    tensor = _item(items, name, path)
+    if tensor.dtype != torch.int64 or tuple(tensor.shape) != (length,):
+        raise _damaged(path, f"'{name}' is {tensor.dtype} {list(tensor.shape)}; it must be int64 [{length}]")
+    return tensor
+
+
+def _pixels(tensor: Tensor, name: str, path: Path) -> Tensor:
+    low, high = float(tensor.min()), float(tensor.max())
+    if low < -RANGE_SLACK or high > 1 + RANGE_SLACK:
+        raise _damaged(path, f"'{name}' runs from {low:.3g} to {high:.3g}; pixels lie in [0, 1]")
+    return tensor.clamp(0, 1)
+
+
+def _residual(facts: Any, path: Path) -> float | None:
+    value = facts.get("replay_residual") if isinstance(facts, dict) else facts
+    if value is None and isinstance(facts, dict):
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise _damaged(path, "replay_residual must be a number or null in a JSON object")
+    return float(value)

@@ -1,0 +1,197 @@
+"""The functional view: any nn.Module, cut into body and head at a named layer, as a pure function of its items."""
+
+import copy
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from pflsec.core.errors import ModelError
+from pflsec.core.items import Items
+from pflsec.core.streams import seed_of
+
+REFUSED = {
+    nn.modules.batchnorm._BatchNorm: "it keeps running statistics of private data and ties the samples of a batch together",
+    nn.modules.instancenorm._InstanceNorm: "it may keep running statistics of private data",
+    nn.modules.dropout._DropoutNd: "its random masks cannot be replayed by an attack yet",
+}
+
+
+class Network:
+    """A module as a pure function of named parameters `body.*` and `head.*` (see pflsec.core.network.Net).
+
+    factory  builds the module, drawing its parameters from torch's global generator
+    shape    of one input, (C, H, W)
+    split    name of the layer with which the head begins; None: the last layer that has parameters
+
+    Raises ModelError when the module has layers that cannot be replayed, or when it cannot be cut there.
+    """
+
+    def __init__(self, factory: Callable[[], nn.Module], shape: tuple[int, ...], classes: int, split: str | None = None):
+        self._factory = factory
+        with torch.random.fork_rng(devices=[]):
+            module = factory()
+        _refuse_layers(module)
+        self.shape, self.classes = tuple(shape), classes
+        self.split = split or _last_layer(module)
+        self._body, self._head = _cut(module, self.split)
+        parts = {"body": self._body, "head": self._head}
+        self._slots = {
+            f"{part}.{name}": _slot(owner, name) for part, owner in parts.items() for name, _ in owner.named_parameters()
+        }
+        self.shapes: Mapping[str, tuple[int, ...]] = {
+            f"{part}.{name}": tuple(p.shape) for part, owner in parts.items() for name, p in owner.named_parameters()
+        }
+        self._check(module)
+
+    def features(self, items: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        """Return the body's output, flattened to [B, feature_dim]."""
+        self._write(items, "body.")
+        return self._body(x).flatten(1)
+
+    def head(self, items: Mapping[str, Tensor], z: Tensor) -> Tensor:
+        """Return the logits [B, classes] of features z [B, feature_dim]."""
+        self._write(items, "head.")
+        return self._head(z.unflatten(1, self._cut_shape))
+
+    def logits(self, items: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        """Return the logits [B, classes] of inputs x [B, C, H, W]."""
+        self._write(items, "body.")
+        self._write(items, "head.")
+        return self._head(self._body(x))
+
+    def fresh(self, *key: int | str) -> Items:
+        """Return newly drawn parameters from the stream with this key; torch's global generator is left alone."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed_of(*key))
+            body, head = _cut(self._factory(), self.split)
+        return {
+            f"{part}.{name}": p.detach().clone()
+            for part, owner in (("body", body), ("head", head))
+            for name, p in owner.named_parameters()
+        }
+
+    @property
+    def last_layer(self) -> str | None:
+        """Prefix of the final linear layer's parameters ("head" or "head.fc"), or None if the network ends otherwise.
+
+        Under cross entropy, the gradient of that layer's bias is softmax minus label.
+        """
+        name, layer = [(n, m) for n, m in self._head.named_modules() if not list(m.children())][-1]
+        if not isinstance(layer, nn.Linear):
+            return None
+        return f"head.{name}" if name else "head"
+
+    def size(self) -> int:
+        """Return the number of parameters."""
+        return sum(torch.Size(s).numel() for s in self.shapes.values())
+
+    def _write(self, items: Mapping[str, Tensor], start: str) -> None:
+        # Slots are resolved once and written only where the tensor changed: a new dict a step costs next to nothing.
+        for name, (parameters, key) in self._slots.items():
+            if name.startswith(start) and parameters[key] is not items[name]:
+                parameters[key] = items[name]
+
+    def _check(self, module: nn.Module) -> None:
+        """Run one input through the module and through the two halves: the cut must not change the function."""
+        with torch.no_grad():
+            x = torch.linspace(-1, 1, torch.Size(self.shape).numel()).reshape(1, *self.shape)
+            try:
+                whole, cut = module(x), self._body(x)
+                halves = self._head(cut)
+            except RuntimeError as error:
+                raise ModelError(
+                    f"the model does not run on inputs of shape {list(self.shape)} ({error}). Choose a model for this size."
+                ) from error
+        if whole.shape != (1, self.classes):
+            raise ModelError(f"the model returns {list(whole.shape[1:])}; it must return [{self.classes}] logits an input.")
+        if halves.shape != whole.shape or not torch.equal(halves, whole):
+            raise ModelError(
+                f"the model cannot be cut at '{self.split}': what follows it does not give the model's output. "
+                f"Layers with parameters: {', '.join(_layers(module))}."
+            )
+        self._cut_shape = tuple(cut.shape[1:])
+        self.feature_dim = cut[0].numel()
+        covered = {p.data_ptr() for half in (self._body, self._head) for p in half.parameters()}
+        lost = [name for name, p in module.named_parameters() if p.data_ptr() not in covered]
+        if lost:
+            raise ModelError(f"the cut at '{self.split}' leaves {', '.join(lost)} in neither body nor head.")
+
+
+def from_module(module: nn.Module, shape: tuple[int, ...], classes: int, split: str | None = None) -> Network:
+    """Return the functional view of a module of the user's own.
+
+    Fresh parameters are drawn by each layer's `reset_parameters`; ModelError names the layers that have none.
+    """
+
+    def factory() -> nn.Module:
+        fresh = copy.deepcopy(module)
+        for name, layer in fresh.named_modules():
+            reset = getattr(layer, "reset_parameters", None)
+            if callable(reset):
+                reset()
+            elif next(layer.parameters(recurse=False), None) is not None:
+                raise ModelError(f"layer '{name}' has parameters but no reset_parameters(); add one that draws them anew.")
+        return fresh
+
+    return Network(factory, shape, classes, split)
+
+
+def _layers(module: nn.Module) -> list[str]:
+    return [name for name, m in module.named_modules() if name and next(m.parameters(recurse=False), None) is not None]
+
+
+def _last_layer(module: nn.Module) -> str:
+    names = _layers(module)
+    if not names:
+        raise ModelError("the model has no layer with parameters; it cannot be cut into body and head.")
+    return names[-1]
+
+
+def _refuse_layers(module: nn.Module) -> None:
+    for name, layer in module.named_modules():
+        for kind, reason in REFUSED.items():
+            if isinstance(layer, kind):
+                raise ModelError(
+                    f"layer '{name}' is {type(layer).__name__}, which is not supported: {reason}. "
+                    "Use GroupNorm or LayerNorm, or no such layer."
+                )
+    if next(module.named_buffers(), None) is not None:
+        raise ModelError(f"the model keeps the buffer '{next(module.named_buffers())[0]}'; buffers are not supported.")
+
+
+def _cut(module: nn.Module, at: str) -> tuple[nn.Module, nn.Module]:
+    """Return (body, head) of a module, the head beginning at the layer `at`. Both share the module's parameters."""
+    names = [name for name, _ in module.named_modules()]
+    if at not in names or not at:
+        raise ModelError(f"the model has no layer '{at}' to cut at. Layers with parameters: {', '.join(_layers(module))}.")
+    if isinstance(module, nn.Sequential) and at in dict(module.named_children()):
+        children = list(module.named_children())
+        here = [name for name, _ in children].index(at)
+        body, rest = nn.Sequential(), children[here:]
+        for name, child in children[:here]:
+            body.add_module(name, child)
+        if len(rest) == 1:
+            return body, rest[0][1]
+        head = nn.Sequential()
+        for name, child in rest:
+            head.add_module(name, child)
+        return body, head
+    head = module.get_submodule(at)
+    body = _shallow(module, at)
+    return body, head
+
+
+def _shallow(module: nn.Module, at: str) -> nn.Module:
+    """Return a copy of the module that shares its parameters and has the identity in place of the layer `at`."""
+    first, _, rest = at.partition(".")
+    twin = copy.copy(module)
+    twin._modules = dict(module._modules)
+    child = module.get_submodule(first)
+    twin._modules[first] = _shallow(child, rest) if rest else nn.Identity()
+    return twin
+
+
+def _slot(owner: nn.Module, name: str) -> tuple[dict, str]:
+    path, _, key = name.rpartition(".")
+    return owner.get_submodule(path)._parameters, key

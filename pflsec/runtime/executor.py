@@ -1,0 +1,97 @@
+"""Executors: who does the clients' local work. The result never depends on which one it is."""
+
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from pflsec.core.algorithm import Done
+from pflsec.core.errors import PflsecError, TrainingError
+from pflsec.core.items import Items, first_nonfinite
+from pflsec.runtime.setup import Setup
+from pflsec.train.local import LocalWork
+
+
+@dataclass(frozen=True)
+class Job:
+    """One client's local work in one round."""
+
+    round: int
+    client: int
+    state: Items
+    down: Items
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a job gives back, and how it went."""
+
+    client: int
+    done: Done
+    train_loss: float
+    steps: int
+    seconds: float
+
+
+def learning_rate(setup: Setup, t: int) -> float:
+    """Return the learning rate of a round: a function of the round alone, the same for every participant."""
+    return setup.config.lr * setup.config.lr_decay**t
+
+
+def work(setup: Setup, job: Job) -> Outcome:
+    """Do one client's local work. Errors name round, client and item."""
+    began = time.perf_counter()
+    x, y = setup.federation.train(job.client)
+    ctx = LocalWork(
+        net=setup.net,
+        x=x,
+        y=y,
+        lr=learning_rate(setup, job.round),
+        epochs=setup.config.local_epochs,
+        batch_size=setup.config.batch_size,
+        seed=setup.config.seed,
+        round=job.round,
+        client=job.client,
+    )
+    where = f"round {job.round}, client {job.client}"
+    try:
+        done = setup.algorithm.local(ctx, job.state, job.down)
+    except PflsecError as error:
+        raise type(error)(f"{where}: {error}") from error
+    except Exception as error:
+        text = "".join(traceback.format_exception(error)).rstrip()
+        raise TrainingError(f"{where}: {setup.config.algo}.local raised {type(error).__name__}: {error}\n{text}") from error
+    for what, items in (("upload", done.up), ("state", done.state)):
+        if bad := first_nonfinite(items):
+            raise TrainingError(
+                f"{where}: '{bad}' of the {what} is not finite after local training. Lower --lr (now {ctx.lr:g}); "
+                "the results of earlier rounds are kept."
+            )
+    loss = float(torch.stack(ctx.losses).mean()) if ctx.losses else float("nan")
+    return Outcome(job.client, done, loss, len(ctx.losses), time.perf_counter() - began)
+
+
+class Serial:
+    """One after the other, in this process. One thread: two would change bits."""
+
+    def run(self, setup: Setup, jobs: Iterable[Job]) -> Iterator[Outcome]:
+        """Yield the outcome of each job, in the order of the jobs."""
+        for job in jobs:
+            yield work(setup, job)
+
+
+Executor = Callable[[Setup, Iterable[Job]], Iterator[Outcome]]
+
+
+@contextmanager
+def one_thread():
+    """Run with one thread, as every worker does, and put the number back afterwards."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,88 @@
+"""From a configuration to the things a run is made of."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from pflsec.config.train import TrainConfig
+from pflsec.core import registry
+from pflsec.core.algorithm import Algorithm
+from pflsec.core.config import build as build_config
+from pflsec.core.defense import Defense
+from pflsec.core.errors import ConfigError
+from pflsec.core.inputs import InputSpec
+from pflsec.core.items import Items
+from pflsec.data.datasets import Dataset, load
+from pflsec.data.federation import Federation
+from pflsec.data.federation import build as build_federation
+from pflsec.models import catalogue
+from pflsec.models.network import Network
+from pflsec.wire.channel import Channel
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Everything that stands still during a run."""
+
+    config: TrainConfig
+    federation: Federation
+    net: Network
+    algorithm: Algorithm[Any]
+    channel: Channel
+
+    @property
+    def server_fresh(self) -> Items:
+        """The public draw of the network: what the server starts from, and clients whose start is shared."""
+        return self.net.fresh(self.config.seed, "init", "server")
+
+    def client_fresh(self, client: int) -> Items:
+        """A client's own draw of the network, or the public one where private items start shared."""
+        shared = getattr(self.algorithm.cfg, "private_start", "apart") == "shared"
+        return self.server_fresh if shared else self.net.fresh(self.config.seed, "init", client)
+
+
+def prepare(config: TrainConfig, dataset: Dataset | None = None) -> Setup:
+    """Return the setup of a run; every mistake in the configuration shows here, before anything is written.
+
+    dataset  takes the place of the one that the configuration names
+    """
+    as_many_as_there_are = config.partition == "natural" and "clients" not in config.model_fields_set
+    federation = build_federation(
+        dataset or load(config.data),
+        partition=config.partition,
+        clients=None if as_many_as_there_are else config.clients,
+        seed=config.seed,
+        alpha=config.alpha,
+        classes_per_client=config.classes_per_client,
+        test=config.test,
+    )
+    config = config.model_copy(update={"clients": federation.clients})
+    net, algorithm = rebuild(config, federation.input)
+    _check_victims(config, federation)
+    defenses = [_defense(text) for text in config.defense]
+    return Setup(config, federation, net, algorithm, Channel(algorithm.contract, defenses, config.seed))
+
+
+def rebuild(config: TrainConfig, spec: InputSpec) -> tuple[Network, Algorithm[Any]]:
+    """Return network and method of a run, without its data."""
+    net = catalogue.build(config.model, spec.shape, spec.classes, config.split)
+    kind = registry.load("algorithms", config.algo)
+    return net, kind(build_config(kind.Config, config.settings, config.algo), net, config.clients)
+
+
+def _defense(text: str) -> Defense[Any]:
+    name, _, knobs = text.partition(":")
+    pairs = dict(pair.split("=", 1) for pair in knobs.split(",") if "=" in pair)
+    kind = registry.load("defenses", name)
+    return kind(build_config(kind.Config, pairs, name))
+
+
+def _check_victims(config: TrainConfig, federation: Federation) -> None:
+    if not config.captured_rounds():
+        return
+    sizes = federation.sizes()
+    for client in config.captured_clients():
+        if sizes[client] < config.victim_batch:
+            raise ConfigError(
+                f"client {client} has {sizes[client]} training images; a victim batch of {config.victim_batch} does not fit. "
+                "Lower --victim-batch, choose other --capture-clients, or a less skewed partition."
+            )

@@ -1,0 +1,84 @@
+"""A capture: the frozen record of one exchange, and all that an attack is given."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pflsec.core.inputs import InputSpec
+from pflsec.core.items import Items
+
+ReplayFn = Callable[[Tensor, Tensor, Items], Items]
+NewcomerFn = Callable[[torch.Generator], Items]
+
+
+@dataclass(frozen=True)
+class Record:
+    """What was on the wire in one exchange, with the public facts. Stored; contains nothing private.
+
+    down, up  the messages, exactly as received and as sent        memory  the fold of the client's earlier exchanges
+    """
+
+    id: str
+    algorithm: str
+    round: int
+    client: int
+    victim: int
+    kind: str
+    down: Items
+    up: Items
+    memory: Items
+    input: InputSpec
+    batch: int
+    steps: int
+    lr: float
+    personal_equals_public: bool
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Capture:
+    """A record, with what the threat model grants on top, and the client's own code to replay.
+
+    labels, state  the truth, where granted; None otherwise
+    known          the client's private items as far as the adversary can tell: {} if there are none, None if hidden
+    """
+
+    record: Record
+    target: Items
+    """What the upload says about the data (Algorithm.change), float64: the thing to match."""
+    known: Items | None
+    labels: Tensor | None
+    state: Items | None
+    last_layer: str | None
+    replay_fn: ReplayFn
+    newcomer_fn: NewcomerFn
+
+    @property
+    def input(self) -> InputSpec:
+        return self.record.input
+
+    @property
+    def count(self) -> int:
+        """Number of images in the batch."""
+        return self.record.batch
+
+    @property
+    def held_classes(self) -> Tensor | None:
+        """The classes in the batch, int64 [k], where a label set is on the wire; None otherwise."""
+        held = self.record.up.get("held")
+        return None if held is None or held.dtype != torch.bool else held.nonzero().flatten()
+
+    def replay(self, x: Tensor, y: Tensor, state: Items) -> Items:
+        """Return what the client would have sent for this batch, as `target` shows it; differentiable in all arguments.
+
+        x [B, C, H, W] as the network sees it, any float dtype; y int64 [B] or probabilities [B, classes]; state: the
+        client's private items.
+        """
+        return self.replay_fn(x, y, state)
+
+    def newcomer(self, rng: torch.Generator) -> Items:
+        """Return private items as a client that has just joined would draw them."""
+        return self.newcomer_fn(rng)

@@ -1,0 +1,103 @@
+"""Captures on disk: JSON headers and content-hashed safetensors, so that equal messages are stored once."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from pflsec.core.errors import RunError
+from pflsec.core.files import disk_errors, read_json, safe_name, write_bytes, write_json
+from pflsec.core.inputs import InputSpec
+from pflsec.core.items import Items
+from pflsec.core.tensors import read_items, to_bytes
+from pflsec.wire.capture import Record
+
+SCHEMA = 1
+
+
+class CaptureStore:
+    """The folder `captures/` of a run: <id>.json and blobs/<sha256>.safetensors."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def write(self, record: Record) -> None:
+        """Store a record; its header is written last, so that a header always has its messages."""
+        messages = {name: self._blob(getattr(record, name)) for name in ("down", "up", "memory")}
+        header = {
+            "schema": SCHEMA,
+            "id": record.id,
+            "algorithm": record.algorithm,
+            "round": record.round,
+            "client": record.client,
+            "victim": record.victim,
+            "kind": record.kind,
+            "messages": messages,
+            "items": {
+                direction: [{"name": k, "shape": list(v.shape), "dtype": str(v.dtype)} for k, v in items.items()]
+                for direction, items in (("down", record.down), ("up", record.up))
+            },
+            "input": record.input.as_dict(),
+            "batch": record.batch,
+            "steps": record.steps,
+            "lr": record.lr,
+            "personal_equals_public": record.personal_equals_public,
+            "facts": dict(record.facts),
+        }
+        write_json(self.folder / f"{record.id}.json", header)
+
+    def ids(self) -> list[str]:
+        """Return the ids of all captures, sorted."""
+        return sorted(p.stem for p in self.folder.glob("*.json"))
+
+    def header(self, capture: str) -> dict[str, Any]:
+        """Return a capture's header. Raises RunError when it is missing, damaged or of another schema."""
+        what = f"capture '{capture}'"
+        header = read_json(self.folder / f"{safe_name(capture, 'capture')}.json", what)
+        if not isinstance(header, dict) or header.get("schema") != SCHEMA:
+            found = header.get("schema") if isinstance(header, dict) else None
+            raise RunError(f"{what} has schema version {found}; this version of pflsec reads {SCHEMA}. Train the run again.")
+        return header
+
+    def read(self, capture: str) -> Record:
+        """Return a record. Raises RunError when anything of it is missing, damaged or foreign."""
+        header = self.header(capture)
+        what = f"capture '{capture}'"
+        try:
+            down, up, memory = (self._read(header["messages"][name], f"{what}, {name}") for name in ("down", "up", "memory"))
+            for direction, items in (("down", down), ("up", up)):
+                listed = {item["name"]: item["shape"] for item in header["items"][direction]}
+                if {k: list(v.shape) for k, v in items.items()} != listed:
+                    raise RunError(f"{what} is damaged: its {direction}link is not what the header lists.")
+            return Record(
+                id=capture,
+                algorithm=str(header["algorithm"]),
+                round=int(header["round"]),
+                client=int(header["client"]),
+                victim=int(header["victim"]),
+                kind=str(header["kind"]),
+                down=down,
+                up=up,
+                memory=memory,
+                input=InputSpec.from_dict(header["input"]),
+                batch=int(header["batch"]),
+                steps=int(header["steps"]),
+                lr=float(header["lr"]),
+                personal_equals_public=bool(header["personal_equals_public"]),
+                facts=dict(header["facts"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise RunError(f"{what} is damaged: its header lacks or garbles {error}.") from error
+
+    def _blob(self, items: Items) -> str:
+        data = to_bytes(items)
+        name = hashlib.sha256(data).hexdigest()
+        path = self.folder / "blobs" / f"{name}.safetensors"
+        with disk_errors(path):
+            if not path.exists():
+                write_bytes(path, data)
+        return name
+
+    def _read(self, blob: str, what: str) -> Items:
+        if not (isinstance(blob, str) and len(blob) == 64 and all(c in "0123456789abcdef" for c in blob)):
+            raise RunError(f"{what} is damaged: '{blob}' is no content hash.")
+        return read_items(self.folder / "blobs" / f"{blob}.safetensors", what, sha256=blob)

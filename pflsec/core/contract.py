@@ -60,11 +60,12 @@ class Contract:
     def check(self, direction: Direction, message: Mapping[str, Tensor], where: str) -> None:
         """Raise WireError unless the message holds the declared items, all of them, in the declared shapes."""
         declared = self.items(direction)
-        optional = {key[:-1] for key in (self.down if direction == "down" else self.up) if key.endswith("?")}
+        patterns = self.down if direction == "down" else self.up
+        optional = {name for key in patterns if key.endswith("?") for name in self._names(key)}
         verb = "sent" if direction == "up" else "was sent"
         for name in message:
             if name not in declared:
-                allowed = ", ".join(self.down if direction == "down" else self.up) or "nothing"
+                allowed = ", ".join(patterns) or "nothing"
                 raise WireError(
                     f"{where}: {self.method} {verb} the item '{name}' {list(message[name].shape)}; its contract allows "
                     f"{allowed}. Declare it in `{direction}`, or keep personal items in Done.state."
@@ -91,7 +92,8 @@ class Contract:
         if match is None or match["kind"] not in KINDS:
             raise WireError(f"{self.method} declares '{name}' as '{text}'; the kinds are: {', '.join(KINDS)}.")
         if match["shape"] is None:
-            parameter = next((p for p in self.net.shapes if name == p or name.endswith("." + p)), None)
+            ends = [p for p in self.net.shapes if name == p or name.endswith("." + p)]
+            parameter = max(ends, key=len, default=None)  # a body may hold a module called body, or head
             expected = list(self.net.shapes[parameter]) if parameter else []
         else:
             letters = [s.strip() for s in match["shape"].split(",") if s.strip()]

@@ -91,7 +91,7 @@ def read_json(path: Path, what: str) -> Any:
         return json.loads(path.read_text(encoding="utf8"))
     except FileNotFoundError:
         raise RunError(f"{what} is missing: {path} does not exist.") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise RunError(f"{what} cannot be read: {path} is damaged or truncated ({error}).") from error
 
 

@@ -103,7 +103,7 @@ def _check_labels(name: str, labels: np.ndarray, rows: int, classes: int) -> Non
         _reject(name, f"at least 2 classes are needed, but all labels are {high}; add another class.")
     if low < 0 or high >= classes:
         bad = low if low < 0 else high
-        _reject(name, f"label {bad} is outside 0..{classes - 1} ; number the classes from 0.")
+        _reject(name, f"label {bad} is outside 0..{classes - 1}; number the classes from 0.")
 
 
 def _array(name: str, what: str, values: Any) -> np.ndarray:
@@ -168,14 +168,6 @@ def _names(name: str, labels: np.ndarray, given: Any) -> tuple[str, ...]:
     classes = max(int(labels.max()) + 1, 0)
     if classes > 2 * len(labels):
         _reject(name, f"labels go up to {classes - 1} in {len(labels)} rows; number the classes from 0.")
-    absent = np.setdiff1d(np.arange(classes), labels)
-    if absent.size:
-        warnings.warn(
-            f"dataset '{name}': no row has label {int(absent[0])}, though labels go up to {classes - 1}; "
-            "number the classes from 0 without gaps, or give class_names to say that it exists.",
-            PflsecWarning,
-            stacklevel=4,
-        )
     return tuple(str(c) for c in range(classes))
 
 
@@ -192,7 +184,7 @@ def _assemble(
     pictures = _pictures(name, images)
     whole = _integers(name, "labels", labels)
     names = _names(name, whole, class_names)
-    return Dataset(
+    dataset = Dataset(
         name=name,
         images=pictures,
         labels=whole,
@@ -202,6 +194,15 @@ def _assemble(
         is_test=None if is_test is None else _flags(name, "is_test", is_test),
         source=source,
     )
+    absent = np.setdiff1d(np.arange(len(names)), whole)
+    if absent.size and class_names is None:
+        warnings.warn(
+            f"dataset '{name}': no row has label {absent[0]}, though labels go up to {whole.max()}; number "
+            "the classes from 0 without gaps, or give class_names to say that the class exists.",
+            PflsecWarning,
+            stacklevel=3,
+        )
+    return dataset
 
 
 def from_arrays(
@@ -322,7 +323,5 @@ def load(spec: str) -> Dataset:
         raise DataError(f"dataset '{name}' needs an argument and got none; write --data {name}:PATH.")
     dataset = make(argument) if argument else make()
     if not isinstance(dataset, Dataset):
-        raise DataError(
-            f"dataset '{name}' ({entry.value}) returned a {type(dataset).__name__}, not a Dataset."
-        )
+        raise DataError(f"dataset '{name}' ({entry.value}) returned a {type(dataset).__name__}, not a Dataset.")
     return dataset

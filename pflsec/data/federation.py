@@ -101,9 +101,7 @@ class Federation:
         wanted = np.unique(np.asarray(include, dtype=np.int64))
         strange = np.setdiff1d(wanted, rows)
         if strange.size:
-            raise DataError(
-                f"row {strange[0]} cannot be in the pool: it is not a training row of any client."
-            )
+            raise DataError(f"row {strange[0]} cannot be in the pool: it is not a training row of any client.")
         order = numpy_stream("pool", self.fingerprint()).permutation(rows)
         others = order[~np.isin(order, wanted)][: max(limit - len(wanted), 0)]
         return np.sort(np.concatenate([wanted, others]))
@@ -185,12 +183,8 @@ def _given_share(dataset: Dataset, is_test: np.ndarray, rows: np.ndarray) -> Sha
 
 def _given_flags(dataset: Dataset) -> np.ndarray:
     if dataset.is_test is None or dataset.is_test.all() or not dataset.is_test.any():
-        state = (
-            "marks no test rows" if dataset.is_test is None else "does not have both test and training rows"
-        )
-        raise DataError(
-            f"dataset '{dataset.name}' {state}, so --test given cannot be used; use --test split."
-        )
+        state = "marks no test rows" if dataset.is_test is None else "does not have both test and training rows"
+        raise DataError(f"dataset '{dataset.name}' {state}, so --test given cannot be used; use --test split.")
     return dataset.is_test
 
 
@@ -212,7 +206,7 @@ def build(
     seed                 the same seed gives the same federation
     alpha                Dirichlet concentration (dirichlet only)
     classes_per_client   classes that each client holds (pathological only)
-    test_fraction        share of a client's rows that it tests on, inside (0, 1)
+    test_fraction        share of a client's rows that it tests on (within a fifth, for even classes); inside (0, 1)
     test                 "split": all rows are dealt out, whatever the publisher set aside, and split anew.
                          "given": the dataset's test rows are never trained on. With natural clients they are
                          the clients' own test rows; with other partitions they are the global test set, and
@@ -229,15 +223,8 @@ def build(
     dealt = np.arange(len(is_test)) if own else np.flatnonzero(~is_test)
     ids = None if dataset.client_ids is None else dataset.client_ids[dealt]
     rng = numpy_stream(int(seed), "partition", partition)
-    parts = assign(
-        partition,
-        rng,
-        labels=dataset.labels[dealt],
-        ids=ids,
-        clients=clients,
-        alpha=alpha,
-        classes_per_client=classes_per_client,
-    )
+    labels, options = dataset.labels[dealt], {"alpha": alpha, "classes_per_client": classes_per_client}
+    parts = assign(partition, rng, labels=labels, ids=ids, clients=clients, **options)
     shards = tuple(
         _given_share(dataset, is_test, dealt[part])
         if own

@@ -30,9 +30,7 @@ def _checked(labels: np.ndarray, clients: int) -> np.ndarray:
     """Return the labels as a vector; DataError when so many clients cannot get two rows each."""
     vector = np.asarray(labels)
     if vector.ndim != 1 or vector.dtype.kind not in "iu":
-        raise DataError(
-            f"a partition needs a vector of whole numbers, but got {vector.dtype} {list(vector.shape)}."
-        )
+        raise DataError(f"a partition needs a vector of whole numbers, but got {vector.dtype} {list(vector.shape)}.")
     _whole("clients", clients, 1)
     if len(vector) < LEAST * clients:
         raise DataError(
@@ -64,8 +62,7 @@ def pathological(labels: np.ndarray, clients: int, rng: Generator, classes_per_c
     classes, rows = np.unique(labels, return_counts=True)
     if per_client > len(classes):
         raise DataError(
-            f"classes_per_client is {per_client}, but only {len(classes)} classes occur; "
-            f"use at most {len(classes)}."
+            f"classes_per_client is {per_client}, but only {len(classes)} classes occur; use at most {len(classes)}."
         )
     if per_client * clients < len(classes):
         raise DataError(
@@ -88,9 +85,7 @@ def pathological(labels: np.ndarray, clients: int, rng: Generator, classes_per_c
     return [np.sort(np.concatenate(shares)) for shares in parts]
 
 
-def _owner_counts(
-    classes: np.ndarray, rows: np.ndarray, clients: int, per_client: int, rng: Generator
-) -> np.ndarray:
+def _owner_counts(classes: np.ndarray, rows: np.ndarray, clients: int, per_client: int, rng: Generator) -> np.ndarray:
     """Return the number of owners of each class: at least 1, in total clients * per_client, nearly equal."""
     each = LEAST if per_client == 1 else 1
     most = np.minimum(rows // each, clients)
@@ -129,9 +124,7 @@ def _proportions(clients: int, rng: Generator, alpha: float) -> np.ndarray:
     return mass / mass.sum()
 
 
-def dirichlet(
-    labels: np.ndarray, clients: int, rng: Generator, alpha: float, min_rows: int | None = None
-) -> Parts:
+def dirichlet(labels: np.ndarray, clients: int, rng: Generator, alpha: float, min_rows: int | None = None) -> Parts:
     """Return a label-skewed partition: each class is divided in proportions drawn from Dirichlet(alpha).
 
     alpha      concentration, > 0: small values give clients with one or two classes, large ones equal shares
@@ -216,9 +209,7 @@ def assign(
     """
     if scheme == "natural":
         if ids is None:
-            raise DataError(
-                "partition 'natural' needs client ids, and the data have none; choose another partition."
-            )
+            raise DataError("partition 'natural' needs client ids, and the data have none; choose another partition.")
         return natural(ids, clients)
     count = _whole("clients", clients, 1)
     match scheme:
@@ -231,9 +222,7 @@ def assign(
     raise DataError(unknown("partition", scheme, SCHEMES))
 
 
-def split(
-    labels: np.ndarray, groups: np.ndarray, fraction: float, rng: Generator
-) -> tuple[np.ndarray, np.ndarray]:
+def split(labels: np.ndarray, groups: np.ndarray, fraction: float, rng: Generator) -> tuple[np.ndarray, np.ndarray]:
     """Return (train, test) positions of one client's rows, at least two: sorted, and neither side empty.
 
     labels     [n] class of each row. A class with two or more rows has rows on both sides; one with a single
@@ -258,7 +247,7 @@ def _test_counts(sizes: np.ndarray, fraction: float) -> np.ndarray:
     """Return the number of test rows of each class: about `fraction` of it, between 1 and all but one.
 
     Rounding can tilt the classes of a small client. So fractions up to a fifth away are tried too, and the
-    nearest is taken whose train and test class shares differ by less than CLOSE (total variation), or else the
+    first is taken whose train and test class shares differ by less than CLOSE (total variation), or else the
     best one.
     """
 
@@ -279,6 +268,6 @@ def _test_rows(rows: np.ndarray, groups: np.ndarray, wanted: int, rng: Generator
     chosen: list[int] = []
     for i in rng.permutation(len(numbers)):
         if sizes[i] <= wanted:
-            wanted -= sizes[i]
+            wanted -= int(sizes[i])
             chosen.append(int(numbers[i]))
     return rows[np.isin(groups, chosen or numbers[sizes.argmin()])]

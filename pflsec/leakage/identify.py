@@ -26,6 +26,4 @@ def _distances(image: Tensor, others: Tensor) -> Tensor:
     if image.shape != others.shape[1:]:
         raise ValueError(f"the image is {list(image.shape)}, the others are {list(others.shape[1:])}")
     target = image.double()
-    return torch.cat(
-        [torch.linalg.vector_norm((part - target).flatten(1), dim=1) for part in others.split(CHUNK)]
-    )
+    return torch.cat([torch.linalg.vector_norm((part - target).flatten(1), dim=1) for part in others.split(CHUNK)])

@@ -48,7 +48,7 @@ class Perceptual:
     """LPIPS of single images, or the reason why there is none.
 
     status  "ok", "weights-missing", "weights-mismatch" (the file is not torchvision's) or "off"
-    name    the metric with its resize rule: "lpips_alex64" (64x64 if a side is smaller), or "lpips_alex" (native)
+    name    the metric with its resize rule: "lpips_alex64" (64x64 if a side is smaller) or "lpips_alex" (native)
     remedy  one sentence that says which file to put where; empty when there is nothing to do
     """
 

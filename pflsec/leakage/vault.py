@@ -103,9 +103,10 @@ def _pixels(tensor: Tensor, name: str, path: Path) -> Tensor:
 
 
 def _residual(facts: Any, path: Path) -> float | None:
-    value = facts.get("replay_residual") if isinstance(facts, dict) else facts
-    if value is None and isinstance(facts, dict):
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise _damaged(path, "replay_residual must be a number or null in a JSON object")
-    return float(value)
+    if isinstance(facts, dict):
+        value = facts.get("replay_residual")
+        if value is None:
+            return None
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+    raise _damaged(path, "replay_residual must be a number or null in a JSON object")

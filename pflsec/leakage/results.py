@@ -1,0 +1,56 @@
+"""The rows of scores.csv, and the folder of an attack's results."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from pflsec.core.files import to_csv, write_json, write_text
+from pflsec.core.tensors import write_items
+from pflsec.leakage.score import VictimScore
+
+SCHEMA = 1
+COLUMNS = (
+    "run", "algo", "family", "defense", "epsilon", "attack", "adversary", "knowledge", "labels", "hidden", "kind", "round",
+    "client", "victim", "dataset_index", "batch", "steps", "iterations", "restarts", "seconds", "objective", "mse", "psnr",
+    "psnr_capped", "ssim", "ssim_variant", "lpips", "lpips_status", "clip_frac", "label_true", "label_found",
+    "label_correct", "identified", "psnr_blind", "excess_psnr", "attack_valid", "reason", "status",
+)  # fmt: skip
+IMAGE_COLUMNS = (
+    "capture", "position", "dataset_index", "matched", "mse", "mse_unclipped", "psnr", "psnr_capped", "ssim", "lpips",
+    "label_true", "label_found", "identified", "psnr_blind", "excess_psnr", "saturated", "nonfinite",
+)  # fmt: skip
+REPLAY_TOLERANCE = 1e-4
+"""Largest relative distance between the replayed and the captured uplink, at the truth, for an attack to mean anything."""
+
+
+def validity(residual: float | None, up_to: float = REPLAY_TOLERANCE) -> tuple[bool | None, str]:
+    """Return whether an attack on this capture can speak at all, and why not; (None, reason) where it is not known."""
+    if residual is None:
+        return None, "the replay of the true batch was not measured"
+    if not residual <= up_to:
+        return False, f"the replay of the true batch misses what was sent by {residual:.1g} (relative)"
+    return True, ""
+
+
+def image_rows(capture: str, score: VictimScore) -> list[dict[str, Any]]:
+    """Return a row of images.csv for each image of a victim batch."""
+    return [image.row() | {"capture": capture} for image in score.images]
+
+
+def write(
+    folder: Path,
+    meta: Mapping[str, Any],
+    rows: Sequence[Mapping[str, Any]],
+    images: Sequence[Mapping[str, Any]],
+    pictures: Mapping[str, Tensor],
+) -> None:
+    """Write an attack's results: attack.json, scores.csv, images.csv and reconstructions.safetensors.
+
+    pictures  {capture: [B, C, H, W] in pixel space, clamped, in the order of the truth}
+    """
+    write_items(folder / "reconstructions.safetensors", pictures)
+    write_text(folder / "images.csv", to_csv(IMAGE_COLUMNS, images))
+    write_text(folder / "scores.csv", to_csv(COLUMNS, rows))
+    write_json(folder / "attack.json", {"schema": SCHEMA, **meta})

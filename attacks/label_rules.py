@@ -1,0 +1,37 @@
+"""Labels that can be read off the wire without any search."""
+
+import torch
+from torch import Tensor
+
+from pflsec.wire.capture import Capture
+
+
+def from_label_set(cap: Capture, rng: torch.Generator) -> Tensor | None:
+    """Return labels int64 [B] from a label set on the wire, or None without one.
+
+    Every class of the set is used once; where the batch is larger, the repeats are drawn at random.
+    """
+    held = cap.held_classes
+    if held is None or not len(held):
+        return None
+    extra = max(0, cap.count - len(held))
+    repeats = held[torch.randint(len(held), (extra,), generator=rng)]
+    return torch.cat([held, repeats])[: cap.count].sort().values
+
+
+def of_one_image(cap: Capture) -> Tensor | None:
+    """Return the label of a batch of one, int64 [1], from the gradient of the last linear layer; None if it is not sent.
+
+    Under cross entropy that layer's bias has gradient softmax - onehot: negative for the label alone (Zhao et al. 2020).
+    Without a bias, the label's weight row points away from every other row; with features >= 0, its sum is negative.
+    """
+    if cap.count != 1 or cap.last_layer is None:
+        return None
+    bias, weight = (cap.target.get(f"{cap.last_layer}.{name}") for name in ("bias", "weight"))
+    if bias is not None:
+        return bias.argmin()[None]
+    if weight is None:
+        return None
+    agreement = weight @ weight.T
+    against = (agreement - torch.diag(agreement.diagonal())).sum(1)
+    return against.argmin()[None]

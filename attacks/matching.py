@@ -1,0 +1,81 @@
+"""The generic attack: replay the client's own code on a guess, compare with what was sent, descend, restart."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from pflsec.attacks.minimise import Best, Free, Plan, descend
+from pflsec.attacks.objectives import Objective
+from pflsec.attacks.problem import Draw, Hidden, Labels, Problem
+from pflsec.core.attack import Reconstruction
+from pflsec.core.config import Config, at_least, option
+from pflsec.wire.capture import Capture
+
+
+class MatchingConfig(Config):
+    """Settings that every matching attack has."""
+
+    restarts: int = at_least(1, default=1, about="attempts from new starts; the best objective wins")
+    labels: Labels = option(default="restore", about="restore: by rule where possible; optimise: soft labels; known")
+    hidden: Hidden = option(
+        default="auto",
+        about="the client's private items: log where the wire reveals them, else joint (optimised with the data); guess: drawn "
+        "as a newcomer would; oracle: given",
+    )
+    precision: Literal["float32", "float64"] = option(default="float64", about="arithmetic of the replay")
+
+
+def match(
+    cap: Capture,
+    cfg: MatchingConfig,
+    rng: torch.Generator,
+    *,
+    objective: Objective,
+    draw: Draw,
+    plan: Plan,
+    prior: Callable[[Tensor], Tensor] | None = None,
+) -> Reconstruction:
+    """Return the best of several descents, chosen by the objective alone. Stops early once one has converged.
+
+    Under `hidden = oracle` each attempt runs twice, with the true private items fixed and freed from there: given alone
+    they are no upper bound, since a search with more freedom may get further.
+    """
+    dtype = getattr(torch, cfg.precision)
+    box = cap.input.box(torch.zeros((), dtype=dtype)) if plan.optimiser == "adam" else None
+    best: tuple[Best, Problem] | None = None
+    endings: Counter[str] = Counter()
+    for _ in range(cfg.restarts):
+        problem = Problem(cap, cfg.labels, cfg.hidden, rng, dtype)
+        attempts = [problem, problem.joint_from_here()] if problem.hidden == "oracle" else [problem]
+        for attempt in attempts:
+            found = descend(_loss(attempt, objective, prior), attempt.start(draw), plan, box)
+            endings[found.status] += 1
+            if best is None or found.objective < best[0].objective:
+                best = (found, attempt)
+        assert best is not None
+        if best[0].status == "converged":
+            break
+    found, problem = best  # type: ignore[misc]
+    return Reconstruction(
+        x=found.free["x"],
+        y=problem.found_labels(found.free),
+        objective=found.objective,
+        status=found.status,
+        iterations=found.calls,
+        restarts=sum(endings.values()),
+        labels=problem.labels,
+        hidden=problem.hidden,
+        trace=found.trace,
+        failures={k: n for k, n in endings.items() if k in ("diverged", "nonfinite")},
+    )
+
+
+def _loss(problem: Problem, objective: Objective, prior: Callable[[Tensor], Tensor] | None):
+    def loss(free: Free) -> tuple[Tensor, Tensor]:
+        distance = objective(problem.replay(free))
+        return (distance if prior is None else distance + prior(free["x"])), distance.detach()
+
+    return loss

@@ -1,0 +1,145 @@
+"""Minimisers for attacks: they keep the best iterate, notice divergence, and choose among restarts by objective alone."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from pflsec.core.attack import Status
+
+Free = dict[str, Tensor]
+"""The unknowns of an attack by name: x, labels, state.<item>."""
+
+Loss = Callable[[Free], tuple[Tensor, Tensor]]
+"""(unknowns) -> (what is minimised, the matching part alone), both 0-d."""
+
+BLOW_UP = 10.0  # times the first objective
+FAR = 50.0  # no normalised pixel is so large
+STUCK = 5  # LBFGS rounds with the same objective to the last bit
+TRACE = 50
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to descend.
+
+    iterations  outer iterations; one of LBFGS takes up to `inner` inner ones
+    tolerance   stop when the matching part is below
+    """
+
+    optimiser: Literal["lbfgs", "adam"]
+    iterations: int
+    lr: float
+    tolerance: float
+    line_search: bool = True
+    inner: int = 20
+    signed: bool = False
+    decay_at: tuple[float, ...] = ()
+    state_lr: float = 0.02
+
+
+@dataclass
+class Best:
+    """The best iterate so far, paired with the objective that was evaluated at it."""
+
+    objective: float = math.inf
+    free: Free = field(default_factory=dict)
+    first: float | None = None
+    calls: int = 0
+    trace: list[float] = field(default_factory=list)
+    status: Status = "budget"
+
+    def see(self, value: float, free: Mapping[str, Tensor]) -> None:
+        """Take note of one evaluation."""
+        self.calls += 1
+        if self.first is None:
+            self.first = value
+        if value < self.objective:
+            self.objective = value
+            self.free = {k: v.detach().clone() for k, v in free.items()}
+
+
+def descend(loss: Loss, start: Free, plan: Plan, box: tuple[Tensor, Tensor] | None = None) -> Best:
+    """Return the best iterate found from `start`.
+
+    box  lowest and highest values of x, applied after every step (Adam only)
+    """
+    free = {k: v.detach().clone().requires_grad_() for k, v in start.items()}
+    best = Best()
+    if plan.optimiser == "lbfgs":
+        _lbfgs(loss, free, plan, best)
+    else:
+        _adam(loss, free, plan, best, box)
+    if not best.free:
+        best.status = "nonfinite"
+        best.free = {k: v.detach() for k, v in start.items()}
+    return best
+
+
+def _evaluate(loss: Loss, free: Free, best: Best) -> Tensor:
+    """Evaluate, differentiate into .grad, and remember; the total is returned."""
+    total, match = loss(free)
+    gradients = torch.autograd.grad(total, list(free.values()), allow_unused=True)
+    for value, gradient in zip(free.values(), gradients, strict=True):
+        value.grad = torch.zeros_like(value) if gradient is None else gradient
+    best.see(float(match), free)
+    return total.detach()
+
+
+def _lbfgs(loss: Loss, free: Free, plan: Plan, best: Best) -> None:
+    optimiser = torch.optim.LBFGS(
+        list(free.values()),
+        lr=plan.lr,
+        max_iter=plan.inner,
+        history_size=100,
+        tolerance_grad=0,
+        tolerance_change=0,
+        line_search_fn="strong_wolfe" if plan.line_search else None,
+    )
+    same = 0
+    for _ in range(plan.iterations):
+        before = best.calls
+        now = float(optimiser.step(lambda: _evaluate(loss, free, best)))
+        best.trace.append(best.objective)
+        if status := _verdict(now, free, best, plan):
+            best.status = status
+            return
+        same = same + 1 if len(best.trace) > 1 and best.trace[-2] == best.objective else 0
+        if same >= STUCK or best.calls == before:
+            return
+
+
+def _adam(loss: Loss, free: Free, plan: Plan, best: Best, box: tuple[Tensor, Tensor] | None) -> None:
+    groups = [{"params": [v], "lr": plan.state_lr if k.startswith("state.") else plan.lr} for k, v in free.items()]
+    optimiser = torch.optim.Adam(groups)
+    stages = [round(share * plan.iterations) for share in plan.decay_at]
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimiser, stages, gamma=0.1)
+    for step in range(plan.iterations):
+        now = float(_evaluate(loss, free, best))
+        if step % max(1, plan.iterations // TRACE) == 0:
+            best.trace.append(best.objective)
+        if status := _verdict(now, free, best, plan):
+            best.status = status
+            return
+        if plan.signed and free["x"].grad is not None:
+            free["x"].grad.sign_()
+        optimiser.step()
+        if box is not None:
+            with torch.no_grad():
+                free["x"].clamp_(*box)
+        scheduler.step()
+
+
+def _verdict(now: float, free: Free, best: Best, plan: Plan) -> Status | None:
+    """Return how the descent ended, or None to go on."""
+    if not math.isfinite(now):
+        return "nonfinite"
+    if best.objective < plan.tolerance:
+        return "converged"
+    started = best.first if best.first is not None else now
+    if plan.optimiser == "lbfgs" and (now > BLOW_UP * max(started, 1e-12) or float(free["x"].detach().abs().max()) > FAR):
+        return "diverged"
+    return None

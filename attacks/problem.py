@@ -1,0 +1,100 @@
+"""A capture as an optimisation problem: what is unknown, where a search starts, and what a guess would have sent."""
+
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from pflsec.attacks import label_rules
+from pflsec.attacks.minimise import Free
+from pflsec.core.errors import NotApplicable
+from pflsec.core.items import Items, cast, floating
+from pflsec.wire.capture import Capture
+
+Labels = Literal["restore", "optimise", "known"]
+Hidden = Literal["auto", "guess", "joint", "log", "oracle"]
+Draw = Callable[[Capture, torch.Generator, torch.dtype], Tensor]
+
+
+def uniform_pixels(cap: Capture, rng: torch.Generator, dtype: torch.dtype) -> Tensor:
+    """Return images with pixels from U(0, 1), as the network sees them, [B, C, H, W]."""
+    return cap.input.normalise(torch.rand(cap.count, *cap.input.shape, generator=rng, dtype=dtype))
+
+
+def gaussian_pixels(cap: Capture, rng: torch.Generator, dtype: torch.dtype) -> Tensor:
+    """Return images with pixels from N(0, 1), as the network sees them."""
+    return cap.input.normalise(torch.randn(cap.count, *cap.input.shape, generator=rng, dtype=dtype))
+
+
+def gaussian_inputs(cap: Capture, rng: torch.Generator, dtype: torch.dtype) -> Tensor:
+    """Return network inputs from N(0, 1)."""
+    return torch.randn(cap.count, *cap.input.shape, generator=rng, dtype=dtype)
+
+
+class Problem:
+    """The unknowns of one attempt at a capture.
+
+    labels  how labels were found: known, wire (a label set that was sent), restored, or optimised as soft labels
+    hidden  how the client's private items are treated: none (there are none), log, public, guess, joint, oracle
+    Raises NotApplicable when nothing that was sent depends on the data.
+    """
+
+    def __init__(self, cap: Capture, labels: Labels, hidden: Hidden, rng: torch.Generator, dtype: torch.dtype):
+        if not cap.target:
+            raise NotApplicable("nothing that the client sends depends on its data")
+        self.cap, self.rng, self.dtype = cap, rng, dtype
+        self.y, self.labels = self._labels(labels)
+        self.state, self.hidden = self._private(hidden)
+        self.free_state = self.hidden == "joint"
+
+    def start(self, draw: Draw) -> Free:
+        """Return the first values of all unknowns."""
+        free = {"x": draw(self.cap, self.rng, self.dtype)}
+        if self.y is None:
+            free["labels"] = torch.randn(self.cap.count, self.cap.input.classes, generator=self.rng, dtype=self.dtype)
+        if self.free_state:
+            free |= {f"state.{k}": v.to(self.dtype) for k, v in floating(self.state).items()}
+        return free
+
+    def replay(self, free: Mapping[str, Tensor]) -> Items:
+        """Return what the client would have sent for these values."""
+        y = torch.softmax(free["labels"], 1) if self.y is None else self.y
+        guessed = {k.removeprefix("state."): v for k, v in free.items() if k.startswith("state.")}
+        return self.cap.replay(free["x"], y, self.state | guessed)
+
+    def found_labels(self, free: Mapping[str, Tensor]) -> Tensor:
+        """Return the labels of a solution, int64 [B]."""
+        return free["labels"].argmax(1) if self.y is None else self.y
+
+    def joint_from_here(self) -> "Problem":
+        """Return the same problem with its private items freed, starting where they are."""
+        twin = object.__new__(Problem)
+        twin.__dict__ = self.__dict__ | {"free_state": True}
+        return twin
+
+    def _labels(self, policy: Labels) -> tuple[Tensor | None, str]:
+        if policy == "known":
+            if self.cap.labels is None:
+                raise NotApplicable("the labels are not granted to this adversary")
+            return self.cap.labels, "known"
+        if (found := label_rules.from_label_set(self.cap, self.rng)) is not None:
+            return found, "wire"
+        if policy == "restore" and (found := label_rules.of_one_image(self.cap)) is not None:
+            return found, "restore"
+        return None, "optimise"
+
+    def _private(self, policy: Hidden) -> tuple[Items, str]:
+        cap = self.cap
+        newcomer = cast(cap.newcomer(self.rng), self.dtype)
+        if not floating(newcomer):
+            return newcomer, "none"
+        if policy == "oracle":
+            if cap.state is None:
+                raise NotApplicable("the client's private items are not granted to this adversary")
+            return cast(cap.state, self.dtype), "oracle"
+        if policy == "log" and cap.known is None:
+            raise NotApplicable("the wire log does not reveal the client's private items; use --hidden joint or guess")
+        if cap.known is not None and policy in ("auto", "log"):
+            return cast(cap.known, self.dtype), "log"
+        return newcomer, "guess" if policy == "guess" else "joint"

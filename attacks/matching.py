@@ -1,7 +1,7 @@
 """The generic attack: replay the client's own code on a guess, compare with what was sent, descend, restart."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -35,23 +35,24 @@ def match(
     *,
     objective: Objective,
     draw: Draw,
-    plan: Plan,
+    plans: Sequence[Plan],
     prior: Callable[[Tensor], Tensor] | None = None,
 ) -> Reconstruction:
     """Return the best of several descents, chosen by the objective alone. Stops early once one has converged.
 
+    plans  tried in turn, each from the best point of those before, until one converges
     Under `hidden = oracle` each attempt runs twice, with the true private items fixed and freed from there: given alone
     they are no upper bound, since a search with more freedom may get further.
     """
     dtype = getattr(torch, cfg.precision)
-    box = cap.input.box(torch.zeros((), dtype=dtype)) if plan.optimiser == "adam" else None
+    box = cap.input.box(torch.zeros((), dtype=dtype))
     best: tuple[Best, Problem] | None = None
     endings: Counter[str] = Counter()
     for _ in range(cfg.restarts):
         problem = Problem(cap, cfg.labels, cfg.hidden, rng, dtype)
         attempts = [problem, problem.joint_from_here()] if problem.hidden == "oracle" else [problem]
         for attempt in attempts:
-            found = descend(_loss(attempt, objective, prior), attempt.start(draw), plan, box)
+            found = descend(_loss(attempt, objective, prior), attempt.start(draw), plans, box)
             endings[found.status] += 1
             if best is None or found.objective < best[0].objective:
                 best = (found, attempt)

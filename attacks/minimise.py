@@ -1,7 +1,7 @@
 """Minimisers for attacks: they keep the best iterate, notice divergence, and choose among restarts by objective alone."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -18,7 +18,7 @@ Loss = Callable[[Free], tuple[Tensor, Tensor]]
 
 BLOW_UP = 10.0  # times the first objective
 FAR = 50.0  # no normalised pixel is so large
-STUCK = 5  # LBFGS rounds with the same objective to the last bit
+STUCK = 3  # LBFGS rounds in a row without any progress
 TRACE = 50
 
 
@@ -62,21 +62,26 @@ class Best:
             self.free = {k: v.detach().clone() for k, v in free.items()}
 
 
-def descend(loss: Loss, start: Free, plan: Plan, box: tuple[Tensor, Tensor] | None = None) -> Best:
-    """Return the best iterate found from `start`.
+def descend(loss: Loss, start: Free, plans: Sequence[Plan], box: tuple[Tensor, Tensor]) -> Best:
+    """Return the best iterate found from `start` by following the plans in turn, until one converges.
 
-    box  lowest and highest values of x, applied after every step (Adam only)
+    box  lowest and highest values of x, applied after every step of Adam
     """
-    free = {k: v.detach().clone().requires_grad_() for k, v in start.items()}
     best = Best()
-    if plan.optimiser == "lbfgs":
-        _lbfgs(loss, free, plan, best)
-    else:
-        _adam(loss, free, plan, best, box)
+    for plan in plans:
+        free = {k: v.detach().clone().requires_grad_() for k, v in (best.free or start).items()}
+        best.status = _lbfgs(loss, free, plan, best) if plan.optimiser == "lbfgs" else _adam(loss, free, plan, best, box)
+        if best.status == "converged":
+            break
     if not best.free:
-        best.status = "nonfinite"
         best.free = {k: v.detach() for k, v in start.items()}
     return best
+
+
+def with_rescue(plan: Plan, steps: int) -> list[Plan]:
+    """Return the plan, then signed Adam for so many steps, then the plan again: LBFGS stalls on kinks, Adam crosses them."""
+    adam = Plan("adam", steps, 0.1, plan.tolerance, signed=True, decay_at=(3 / 8, 5 / 8, 7 / 8))
+    return [plan, adam, plan] if steps else [plan]
 
 
 def _evaluate(loss: Loss, free: Free, best: Best) -> Tensor:
@@ -89,7 +94,7 @@ def _evaluate(loss: Loss, free: Free, best: Best) -> Tensor:
     return total.detach()
 
 
-def _lbfgs(loss: Loss, free: Free, plan: Plan, best: Best) -> None:
+def _lbfgs(loss: Loss, free: Free, plan: Plan, best: Best) -> Status:
     optimiser = torch.optim.LBFGS(
         list(free.values()),
         lr=plan.lr,
@@ -105,14 +110,14 @@ def _lbfgs(loss: Loss, free: Free, plan: Plan, best: Best) -> None:
         now = float(optimiser.step(lambda: _evaluate(loss, free, best)))
         best.trace.append(best.objective)
         if status := _verdict(now, free, best, plan):
-            best.status = status
-            return
+            return status
         same = same + 1 if len(best.trace) > 1 and best.trace[-2] == best.objective else 0
         if same >= STUCK or best.calls == before:
-            return
+            break
+    return "budget"
 
 
-def _adam(loss: Loss, free: Free, plan: Plan, best: Best, box: tuple[Tensor, Tensor] | None) -> None:
+def _adam(loss: Loss, free: Free, plan: Plan, best: Best, box: tuple[Tensor, Tensor]) -> Status:
     groups = [{"params": [v], "lr": plan.state_lr if k.startswith("state.") else plan.lr} for k, v in free.items()]
     optimiser = torch.optim.Adam(groups)
     stages = [round(share * plan.iterations) for share in plan.decay_at]
@@ -122,15 +127,14 @@ def _adam(loss: Loss, free: Free, plan: Plan, best: Best, box: tuple[Tensor, Ten
         if step % max(1, plan.iterations // TRACE) == 0:
             best.trace.append(best.objective)
         if status := _verdict(now, free, best, plan):
-            best.status = status
-            return
+            return status
         if plan.signed and free["x"].grad is not None:
             free["x"].grad.sign_()
         optimiser.step()
-        if box is not None:
-            with torch.no_grad():
-                free["x"].clamp_(*box)
+        with torch.no_grad():
+            free["x"].clamp_(*box)
         scheduler.step()
+    return "budget"
 
 
 def _verdict(now: float, free: Free, best: Best, plan: Plan) -> Status | None:

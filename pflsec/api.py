@@ -76,9 +76,9 @@ class Scores:
     @property
     def table(self) -> "pandas.DataFrame":
         """A row per victim, with the columns of scores.csv."""
-        from pflsec.reports.load import load_scores
+        from pflsec.reports.load import load_run as read
 
-        return load_scores(self.path / "scores.csv")
+        return next(a.scores for a in read(self.path.parents[1]).attacks if a.id == self.path.name)
 
 
 def load_run(path: str | Path, runs_dir: str | Path = "runs") -> Run:

@@ -3,7 +3,7 @@
 Source   Zhu, Liu, Han, NeurIPS 2019, arXiv 1906.08935; with a line search and restarts, which it needs to be dependable.
 Needs    architecture, learning rate and number of steps, shape of the inputs, the client's own messages.
 Solves   min over x, y, hidden items  |S(x, softmax y) - seen|^2 / |seen|^2, S the client's own code on a guess
-Method   LBFGS with strong Wolfe line search, images from U(0, 1), soft labels optimised with the image.
+Method   LBFGS with strong Wolfe line search, images from U(0, 1); where it stalls, signed Adam, then LBFGS again, soft labels optimised with the image.
 Limits   `classic = true`: no line search, N(0, 1), unscaled distance, as published. Batches above a few images are hard.
 """
 
@@ -13,7 +13,7 @@ import torch
 
 from pflsec.attacks import objectives
 from pflsec.attacks.matching import MatchingConfig, match
-from pflsec.attacks.minimise import Plan
+from pflsec.attacks.minimise import Plan, with_rescue
 from pflsec.attacks.problem import Labels, gaussian_pixels, uniform_pixels
 from pflsec.core.attack import Attack, Reconstruction
 from pflsec.core.config import above, at_least, option
@@ -22,10 +22,11 @@ from pflsec.wire.capture import Capture
 
 
 class DLGConfig(MatchingConfig):
-    iterations: int = at_least(1, default=100, about="LBFGS rounds of up to 20 inner iterations", paper=1200, code=300)
+    iterations: int = at_least(1, default=30, about="LBFGS rounds of up to 20 inner iterations", paper=1200, code=300)
     restarts: int = at_least(1, default=8, about="attempts from new starts; the best objective wins", paper=1)
     labels: Labels = option(default="optimise", about="soft labels are optimised with the image", paper="optimise")
     lr: float = above(0, default=1.0, about="LBFGS step size", paper=1.0)
+    rescue: int = at_least(0, default=400, about="Adam steps where LBFGS stalls (ReLU, max-pooling); then LBFGS again")
     tolerance: float = at_least(0, default=1e-7, about="stop when the relative squared distance is below")
     classic: bool = option(default=False, about="published settings: no line search, N(0,1) start, unscaled distance")
 
@@ -44,5 +45,5 @@ class DLG(Attack[DLGConfig]):
             rng,
             objective=(objectives.squared if cfg.classic else objectives.relative_squared)(cap.target),
             draw=gaussian_pixels if cfg.classic else uniform_pixels,
-            plan=plan,
+            plans=[plan] if cfg.classic else with_rescue(plan, cfg.rescue),
         )

@@ -23,7 +23,7 @@ from pflsec.wire.capture import Capture
 
 
 class InvertingGradientsConfig(MatchingConfig):
-    iterations: int = at_least(1, default=1200, about="Adam steps", paper=4800)
+    iterations: int = at_least(1, default=1000, about="Adam steps", paper=4800)
     tv: float = at_least(0, default=1e-6, about="weight of total variation", untrained=1e-6, trained=0.1)
     lr: float = above(0, default=0.1, about="Adam step size on pixels and labels", paper=0.1)
     state_lr: float = above(0, default=0.02, about="Adam step size on the client's private items")
@@ -53,6 +53,6 @@ class InvertingGradients(Attack[InvertingGradientsConfig]):
             rng,
             objective=objectives.cosine(cap.target),
             draw=gaussian_inputs,
-            plan=plan,
+            plans=[plan],
             prior=(lambda x: cfg.tv * total_variation(x)) if cfg.tv else None,
         )

@@ -15,6 +15,7 @@ from pflsec.core.network import Net
 
 
 C = TypeVar("C", bound=Config)
+Settings = Config  # in the class below, Config names the attribute
 
 
 class PrivateStart(Config):
@@ -42,7 +43,7 @@ class Algorithm(Generic[C]):
     """
 
     key: ClassVar[str]
-    Config: ClassVar[type[Config]] = Config
+    Config: ClassVar[type[Settings]] = Settings
     shared: ClassVar[tuple[str, ...]] = ()
     """Parts of the network (body, head) that the server holds and sends."""
     private: ClassVar[tuple[str, ...]] = ()

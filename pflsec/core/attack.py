@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 Status = Literal["converged", "budget", "diverged", "nonfinite", "not-applicable"]
 C = TypeVar("C", bound=Config)
+Settings = Config  # in the class below, Config names the attribute
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Attack(Generic[C]):
 
     key: ClassVar[str]
     aliases: ClassVar[tuple[str, ...]] = ()
-    Config: ClassVar[type[Config]] = Config
+    Config: ClassVar[type[Settings]] = Settings
     needs: ClassVar[frozenset[Knows]] = frozenset()
 
     def __init__(self, cfg: C):

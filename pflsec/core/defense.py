@@ -8,6 +8,7 @@ from pflsec.core.config import Config
 from pflsec.core.items import Items
 
 C = TypeVar("C", bound=Config)
+Settings = Config  # in the class below, Config names the attribute
 
 
 class Defense(Generic[C]):
@@ -19,7 +20,7 @@ class Defense(Generic[C]):
 
     key: ClassVar[str]
     seam: ClassVar[Literal["step", "uplink", "aggregate"]]
-    Config: ClassVar[type[Config]] = Config
+    Config: ClassVar[type[Settings]] = Settings
 
     def __init__(self, cfg: C):
         self.cfg = cfg

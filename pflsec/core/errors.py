@@ -49,9 +49,9 @@ class PflsecWarning(UserWarning):
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return "; did you mean X?" for the nearest of the known names, or the empty string."""
+    """Return "; did you mean X?" for the nearest of the known names, or a full stop if none is near."""
     near = difflib.get_close_matches(name.lower(), {k.lower(): k for k in known}, n=1, cutoff=0.5)
-    return f"; did you mean {near[0]}?" if near else ""
+    return f"; did you mean {near[0]}?" if near else "."
 
 
 def unknown(what: str, name: str, known: Iterable[str]) -> str:

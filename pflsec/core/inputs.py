@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf, isfinite
 from typing import Any
 
 import torch
@@ -43,9 +44,10 @@ class InputSpec:
             channels, height, width = (int(n) for n in values["shape"])
             mean, std = (tuple(float(v) for v in values[name]) for name in ("mean", "std"))
             spec = InputSpec((channels, height, width), int(values["classes"]), mean, std)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise RunError(f"the description of the inputs is damaged: {error!r}.") from error
-        if len(mean) != channels or len(std) != channels or min(std) <= 0 or min(spec.shape) < 1 or spec.classes < 2:
+        sizes = len(mean) == len(std) == channels and min(spec.shape) >= 1 and spec.classes >= 2
+        if not sizes or not all(map(isfinite, mean)) or not all(0 < s < inf for s in std):
             raise RunError(f"the description of the inputs is damaged: {spec}.")
         return spec
 

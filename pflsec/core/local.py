@@ -30,7 +30,11 @@ class Local(Protocol):
     """Learning rate of this round."""
     epochs: int
     """Epochs of the phase that produces what is sent (in a probe: its number of steps)."""
-    num_samples: int
+
+    @property
+    def num_samples(self) -> int:
+        """Number of the client's training rows."""
+        ...
 
     def fit(
         self,

@@ -7,6 +7,7 @@ models). Names are listed and described from source text alone: no method, and n
 import ast
 import importlib
 import importlib.util
+import re
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -15,6 +16,8 @@ from typing import Any
 
 from pflsec.core.errors import ConfigError, unknown
 
+SECOND_LABEL = re.compile(r"\s{4,}([A-Z][a-z]+)\s{2,}")
+"""A second label on a docstring's line: `Wire   down body.*     Private   head.*`."""
 GROUPS = ("algorithms", "attacks", "defenses", "datasets", "models")
 
 
@@ -113,8 +116,11 @@ def _sections(text: str) -> tuple[str, dict[str, str]]:
     for line in rest.splitlines():
         word, gap, value = line.partition("  ")
         if word and gap and not line.startswith(" ") and word.isalpha() and word[0].isupper():
+            first, *more = SECOND_LABEL.split(value)
             label = word
-            sections[label] = value.strip()
+            sections[label] = first.strip()
+            sections |= {name: text.strip() for name, text in zip(more[::2], more[1::2], strict=True)}
+            label = more[-2] if more else label
         elif label and line.startswith(" "):
             sections[label] += " " + line.strip()
         else:
@@ -172,7 +178,7 @@ def _fields(name: str, classes: dict[str, ast.ClassDef], tree: ast.Module) -> li
             return []
     node = classes[name]
     settings = [s for base in node.bases if isinstance(base, ast.Name) for s in _fields(base.id, classes, tree)]
-    own = [_setting(s) for s in node.body if isinstance(s, ast.AnnAssign) and isinstance(s.target, ast.Name)]
+    own = [_setting(s, tree) for s in node.body if isinstance(s, ast.AnnAssign) and isinstance(s.target, ast.Name)]
     replaced = {s.name for s in own}
     return [s for s in settings if s.name not in replaced] + own
 
@@ -184,9 +190,23 @@ def _imported_from(name: str, tree: ast.Module) -> str | None:
     return None
 
 
-def _setting(node: ast.AnnAssign) -> Setting:
+def _alias(annotation: ast.expr, tree: ast.Module) -> ast.expr:
+    """Return what a type alias (`Labels = Literal[...]`) stands for, here or where it is imported from."""
+    if not isinstance(annotation, ast.Name):
+        return annotation
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == annotation.id:
+            return node.value
+    home = _imported_from(annotation.id, tree)
+    spec = importlib.util.find_spec(home) if home else None
+    if spec is None or spec.origin is None:
+        return annotation
+    return _alias(annotation, ast.parse(Path(spec.origin).read_text(encoding="utf8")))
+
+
+def _setting(node: ast.AnnAssign, tree: ast.Module) -> Setting:
     assert isinstance(node.target, ast.Name)
-    kind, value = ast.unparse(node.annotation), node.value
+    kind, value = ast.unparse(_alias(node.annotation, tree)), node.value
     if not isinstance(value, ast.Call):
         return Setting(node.target.id, kind, ast.unparse(value) if value else "", "", {}, "")
     words = {k.arg: _literal(k.value) for k in value.keywords if k.arg}

@@ -15,7 +15,7 @@ def cnn(shape: tuple[int, int, int], classes: int) -> nn.Module:
     channels, height, width = shape
     padding = 2 if min(height, width) < 16 else 0
     # Pooling first gives the same values as ReLU first, on a quarter of the numbers.
-    layers = OrderedDict(
+    layers: OrderedDict[str, nn.Module] = OrderedDict(
         conv1=nn.Conv2d(channels, 32, 5, padding=padding),
         pool1=nn.MaxPool2d(2),
         relu1=nn.ReLU(),

@@ -15,7 +15,7 @@ def lenet(shape: tuple[int, int, int], classes: int) -> nn.Module:
     """
     channels, height, width = shape
     side = [-(-s // 4) for s in (height, width)]
-    layers = OrderedDict(
+    layers: OrderedDict[str, nn.Module] = OrderedDict(
         conv1=nn.Conv2d(channels, 12, 5, stride=2, padding=2),
         act1=nn.Sigmoid(),
         conv2=nn.Conv2d(12, 12, 5, stride=2, padding=2),

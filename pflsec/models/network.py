@@ -62,14 +62,7 @@ class Network:
 
     def fresh(self, *key: int | str) -> Items:
         """Return newly drawn parameters from the stream with this key; torch's global generator is left alone."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed_of(*key))
-            body, head = _cut(self._factory(), self.split)
-        return {
-            f"{part}.{name}": p.detach().clone()
-            for part, owner in (("body", body), ("head", head))
-            for name, p in owner.named_parameters()
-        }
+        return self._values(*self._draw(*key))
 
     @property
     def last_layer(self) -> str | None:
@@ -92,30 +85,59 @@ class Network:
             if name.startswith(start) and parameters[key] is not items[name]:
                 parameters[key] = items[name]
 
+    def _draw(self, *key: int | str) -> tuple[nn.Module, nn.Module]:
+        """Return body and head of a new module, drawn from the stream with this key."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed_of(*key))
+            return _cut(self._factory(), self.split)
+
+    def _values(self, body: nn.Module, head: nn.Module) -> Items:
+        return {
+            f"{part}.{name}": p.detach().clone()
+            for part, owner in (("body", body), ("head", head))
+            for name, p in owner.named_parameters()
+        }
+
+    @torch.no_grad()
     def _check(self, module: nn.Module) -> None:
         """Run one input through the module and through the two halves: the cut must not change the function."""
-        with torch.no_grad():
-            x = torch.linspace(-1, 1, torch.Size(self.shape).numel()).reshape(1, *self.shape)
-            try:
-                whole, cut = module(x), self._body(x)
-                halves = self._head(cut)
-            except RuntimeError as error:
-                raise ModelError(
-                    f"the model does not run on inputs of shape {list(self.shape)} ({error}). Choose a model for this size."
-                ) from error
+        x = torch.linspace(-1, 1, torch.Size(self.shape).numel()).reshape(1, *self.shape)
+        try:
+            whole = module(x)
+        except Exception as error:
+            raise ModelError(
+                f"the model does not run on inputs of shape {list(self.shape)} ({error}). Choose a model for this size."
+            ) from error
         if whole.shape != (1, self.classes):
             raise ModelError(f"the model returns {list(whole.shape[1:])}; it must return [{self.classes}] logits an input.")
-        if halves.shape != whole.shape or not torch.equal(halves, whole):
+        try:
+            cut = self._body(x)
+            halves = self._head(cut)
+        except Exception:  # a half may fail in any way when it is none
+            halves = cut = x[:, :0]
+        if not torch.equal(halves, whole):
             raise ModelError(
                 f"the model cannot be cut at '{self.split}': what follows it does not give the model's output. "
                 f"Layers with parameters: {', '.join(_layers(module))}."
             )
         self._cut_shape = tuple(cut.shape[1:])
         self.feature_dim = cut[0].numel()
+        self._check_parameters(module, x)
+
+    def _check_parameters(self, module: nn.Module, x: Tensor) -> None:
+        """Each parameter must stand in one half, and other values for all of them must give another module's function."""
         covered = {p.data_ptr() for half in (self._body, self._head) for p in half.parameters()}
         lost = [name for name, p in module.named_parameters() if p.data_ptr() not in covered]
         if lost:
             raise ModelError(f"the cut at '{self.split}' leaves {', '.join(lost)} in neither body nor head.")
+        if len(self.shapes) > len(list(module.parameters())):
+            raise ModelError(f"the cut at '{self.split}' goes through parameters that are shared by body and head.")
+        body, head = self._draw("check")
+        if not torch.equal(self.logits(self._values(body, head), x), head(body(x))):
+            raise ModelError(
+                "the model's parameters cannot be replaced from outside: some are shared by several layers, or are read "
+                "from another place than their layer. Give each layer parameters of its own."
+            )
 
 
 def from_module(module: nn.Module, shape: tuple[int, ...], classes: int, split: str | None = None) -> Network:

@@ -34,7 +34,7 @@ def everybody(setup: Setup, server: Items, states: Mapping[int, Items]) -> tuple
     personal, all_common = [], common is not None
     for client in range(federation.clients):
         items = algorithm.deploy(states[client], algorithm.downlink(server, client))
-        all_common = all_common and common is not None and all(items.get(k) is v for k, v in common.items())
+        all_common = all_common and common is not None and _same_tensors(items, common)
         personal.append(accuracy(setup, items, client))
     if common is None:
         return personal, None
@@ -42,6 +42,10 @@ def everybody(setup: Setup, server: Items, states: Mapping[int, Items]) -> tuple
         return personal, float(np.average(personal, weights=test_sizes(setup)))
     x, y = federation.global_test_set()
     return personal, correct(algorithm, common, x, y) / len(y)
+
+
+def _same_tensors(a: Items, b: Items) -> bool:
+    return a.keys() == b.keys() and all(a[k] is v for k, v in b.items())
 
 
 def test_sizes(setup: Setup) -> list[int]:

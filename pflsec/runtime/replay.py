@@ -32,23 +32,27 @@ def local_work(
 
 
 class Replay:
-    """The method's own `local` on dummy data, as a differentiable function of data, labels and private items."""
+    """The method's own `local` on dummy data, as a differentiable function of data, labels and private items.
 
-    def __init__(self, algorithm: Algorithm[Any], net: Network, record: Record, seed: int):
-        self.algorithm, self.net, self.record, self.seed = algorithm, net, record, seed
-        self._down: dict[torch.dtype, Items] = {}
+    reference  the private items from which `Algorithm.change` is read, here and in the target: what the adversary knows
+               of them, not what it guesses, or else a wrong guess would move both sides
+    """
+
+    def __init__(self, algorithm: Algorithm[Any], net: Network, record: Record, seed: int, reference: Items):
+        self.algorithm, self.net, self.record, self.seed, self.reference = algorithm, net, record, seed, reference
+        self._cast: dict[torch.dtype, tuple[Items, Items]] = {}
 
     def __call__(self, x: Tensor, y: Tensor, state: Items) -> Items:
         """Return Algorithm.change of the exchange that this batch would have caused."""
-        state, down = cast(state, x.dtype), self._downlink(x.dtype)
+        reference, down = self._constants(x.dtype)
         ctx = local_work(self.net, self.record, x, y, self.seed)
-        done = self.algorithm.local(ctx, state, down)
-        return self.algorithm.change(state, down, done.up, self.record.lr, self.record.steps)
+        done = self.algorithm.local(ctx, cast(state, x.dtype), down)
+        return self.algorithm.change(reference, down, done.up, self.record.lr, self.record.steps)
 
-    def _downlink(self, dtype: torch.dtype) -> Items:
-        if dtype not in self._down:
-            self._down[dtype] = cast(self.record.down, dtype)
-        return self._down[dtype]
+    def _constants(self, dtype: torch.dtype) -> tuple[Items, Items]:
+        if dtype not in self._cast:
+            self._cast[dtype] = cast(self.reference, dtype), cast(self.record.down, dtype)
+        return self._cast[dtype]
 
 
 def capture(
@@ -67,18 +71,16 @@ def capture(
     labels, state  the truth, where granted
     """
     known = _known_state(algorithm, net, record, history)
-    reference = cast(known or {}, torch.float64)
-    target = algorithm.change(
-        reference, cast(record.down, torch.float64), cast(record.up, torch.float64), record.lr, record.steps
-    )
+    reference = _example(algorithm, net) if known is None else known
+    state_seen, down, up = (cast(items, torch.float64) for items in (reference, record.down, record.up))
     return Capture(
         record=record,
-        target=detached(target),
+        target=detached(algorithm.change(state_seen, down, up, record.lr, record.steps)),
         known=known,
         labels=labels,
         state=state,
         last_layer=net.last_layer,
-        replay_fn=Replay(algorithm, net, record, seed),
+        replay_fn=Replay(algorithm, net, record, seed, reference),
         newcomer_fn=lambda rng: newcomer(algorithm, net, rng),
     )
 
@@ -116,5 +118,9 @@ def _known_state(algorithm: Algorithm[Any], net: Network, record: Record, histor
         return found
     if record.personal_equals_public:
         return record.memory
-    example = newcomer(algorithm, net, torch.Generator().manual_seed(0))
-    return None if floating(example) else {}
+    return None if floating(_example(algorithm, net)) else {}
+
+
+def _example(algorithm: Algorithm[Any], net: Network) -> Items:
+    """Return some newcomer's private items, always the same ones."""
+    return newcomer(algorithm, net, torch.Generator().manual_seed(0))

@@ -162,6 +162,8 @@ class LocalWork:
 
     def _gradient(self, loss: Tensor, params: Items) -> list[Tensor]:
         """Return d loss / d params; parameters that the loss does not reach get zeros."""
+        if not params:  # a network that is cut at its first layer has an empty body
+            return []
         found = torch.autograd.grad(
             loss, list(params.values()), create_graph=self.driver.keeps_graph, allow_unused=True
         )

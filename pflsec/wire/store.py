@@ -65,11 +65,11 @@ class CaptureStore:
         try:
             down, up, memory = (self._read(header["messages"][name], f"{what}, {name}") for name in ("down", "up", "memory"))
             for direction, items in (("down", down), ("up", up)):
-                listed = {item["name"]: item["shape"] for item in header["items"][direction]}
-                if {k: list(v.shape) for k, v in items.items()} != listed:
+                listed = {item["name"]: (item["shape"], item["dtype"]) for item in header["items"][direction]}
+                if {k: (list(v.shape), str(v.dtype)) for k, v in items.items()} != listed:
                     raise RunError(f"{what} is damaged: its {direction}link is not what the header lists.")
-            return Record(
-                id=capture,
+            record = Record(
+                id=str(header["id"]),
                 algorithm=str(header["algorithm"]),
                 round=int(header["round"]),
                 client=int(header["client"]),
@@ -78,15 +78,17 @@ class CaptureStore:
                 down=down,
                 up=up,
                 memory=memory,
-                input=InputSpec.from_dict(header["input"]),
+                input=_input(header["input"], what),
                 batch=int(header["batch"]),
                 steps=int(header["steps"]),
                 lr=float(header["lr"]),
                 personal_equals_public=bool(header["personal_equals_public"]),
                 facts=dict(header["facts"]),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise RunError(f"{what} is damaged: its header lacks or garbles {error}.") from error
+        _check(record, capture, what)
+        return record
 
     def _blob(self, items: Items) -> str:
         data = to_bytes(items)
@@ -101,3 +103,20 @@ class CaptureStore:
         if not (isinstance(blob, str) and len(blob) == 64 and all(c in "0123456789abcdef" for c in blob)):
             raise RunError(f"{what} is damaged: '{blob}' is no content hash.")
         return read_items(self.folder / "blobs" / f"{blob}.safetensors", what, sha256=blob)
+
+
+def _input(values: Any, what: str) -> InputSpec:
+    try:
+        return InputSpec.from_dict(values)
+    except RunError as error:
+        raise RunError(f"{what} is damaged: {error}") from error
+
+
+def _check(record: Record, capture: str, what: str) -> None:
+    """Raise RunError when the header is another capture's, or its numbers are none that a run could have had."""
+    if record.id != capture:
+        raise RunError(f"{what} is damaged: its header is that of '{record.id}'.")
+    if min(record.round, record.client, record.victim) < 0 or min(record.batch, record.steps) < 1:
+        raise RunError(f"{what} is damaged: its header has a round, client, victim, batch or number of steps out of range.")
+    if not 0 < record.lr < float("inf"):
+        raise RunError(f"{what} is damaged: its header has the learning rate {record.lr}.")

@@ -1,0 +1,83 @@
+"""The program `pflsec`: its commands, and how mistakes, failures and Ctrl-C end it."""
+
+import os
+import sys
+import traceback
+from typing import Annotated
+
+import typer
+
+import pflsec
+from pflsec.cli import attack, listing, report, show, train
+from pflsec.cli.console import say, show_warnings
+from pflsec.core.errors import PflsecError
+
+app = typer.Typer(
+    name="pflsec",
+    help="Train federated learning methods, capture what crosses the wire, attack it, and report accuracy and leakage "
+    "together.\n\nStart with: pflsec train --algo fedrep --rounds 10, then pflsec attack dlg, then pflsec report.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.command("train")(train.train)
+app.command("attack")(attack.attack)
+app.command("report")(report.report)
+app.command("list")(listing.listing)
+app.command("show")(show.show)
+
+
+def _version(value: bool) -> None:
+    if value:
+        typer.echo(f"pflsec {pflsec.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+) -> None:
+    """Options of the program itself."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the program; return its exit code: 0 success, 2 the user's mistake, 1 a failure of ours, 130 Ctrl-C."""
+    from typer.main import get_command
+
+    show_warnings()
+    command = get_command(app)
+    try:
+        code = command.main(args=arguments, prog_name="pflsec", standalone_mode=False)
+        return _finish(code if isinstance(code, int) else 0)
+    except PflsecError as error:
+        say(f"error: {error}")
+        return _finish(error.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
+        say("interrupted: what was finished is kept")
+        return _finish(130)
+    except typer.Exit as stop:
+        return _finish(stop.exit_code)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _finish(0)
+    except Exception as error:
+        if hasattr(error, "format_message"):  # a mistake in the options, as click reports it
+            say(f"error: {' '.join(str(error.format_message()).split())} See: pflsec --help")  # type: ignore[attr-defined]
+            return _finish(2)
+        traceback.print_exc()
+        say("internal error: this is a fault of pflsec, not yours. Please report it with the lines above.")
+        return _finish(1)
+
+
+def _finish(code: int) -> int:
+    if __name__ == "__main__" or sys.argv[0].endswith("pflsec"):
+        sys.stdout.flush()
+        sys.exit(code)
+    return code
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""pflsec show."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from pflsec.cli.console import as_text, out, print_json, print_table
+from pflsec.core import registry
+from pflsec.core.errors import ConfigError, RunError, unknown
+from pflsec.core.files import read_json
+
+
+def show(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A method, attack, defense, dataset, model or run.")],
+    runs_dir: Annotated[Path, typer.Option(help="Folder of all runs.")] = Path("runs"),
+    json: Annotated[bool, typer.Option("--json", help="Print as JSON on stdout.")] = False,
+) -> None:
+    """Show the card of a method, attack, defense, dataset or model, or what a run was.
+
+    Examples:
+
+      pflsec show fedrep
+
+      pflsec show ig
+
+      pflsec show fedrep-digits-s0
+    """
+    for group in registry.GROUPS:
+        try:
+            key = registry.find(group, name)
+        except ConfigError:
+            continue
+        card = registry.card(group, key)
+        print_json(asdict(card)) if json else _print_card(card)
+        return
+    path = Path(name) if (Path(name) / "run.json").is_file() else runs_dir / name
+    if ".." in Path(name).parts or not (path / "run.json").is_file():
+        known = [n for group in registry.GROUPS for n in registry.names(group)]
+        raise ConfigError(unknown("name", name, [*known, *(p.parent.name for p in runs_dir.glob("*/run.json"))]))
+    manifest = read_json(path / "run.json", f"run '{path.name}'")
+    if json:
+        print_json(manifest)
+        return
+    try:
+        _print_run(manifest)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise RunError(f"run '{path.name}' is damaged: run.json lacks or garbles {error}.") from error
+
+
+def _print_card(card: registry.Card) -> None:
+    out.print(f"{card.key}: {card.title}", markup=False, style="bold")
+    home = f"{card.group.removesuffix('s')}, {card.family}" if card.group == "algorithms" else card.group.removesuffix("s")
+    print_table("", ["", ""], [["Kind", home], *([k, v] for k, v in card.sections.items())])
+    rows = _wire(card.attributes)
+    if rows:
+        print_table("\nWire", ["direction", "item", "kind"], rows)
+    if card.settings:
+        sources = sorted({k for s in card.settings for k in s.cited}, key=lambda k: (k != "paper", k))
+        columns = ["setting", "default", "range", *sources, "meaning"]
+        print_table(
+            "\nSettings (--set NAME=VALUE)",
+            columns,
+            [
+                [s.name, s.default, s.rule or _choices(s.type), *(s.cited.get(k) for k in sources), s.about]
+                for s in card.settings
+            ],
+        )
+    for name, values in card.attributes.get("presets", {}).items():
+        text = ", ".join(f"{k}={as_text(v)}" for k, v in values.items())
+        out.print(f"\n--preset {name}: {text}", markup=False)
+
+
+def _wire(attributes: dict[str, Any]) -> list[list[str]]:
+    rows = [
+        [direction, item.rstrip("?") + (" (optional)" if item.endswith("?") else ""), kind]
+        for direction in ("down", "up")
+        for item, kind in attributes.get(direction, {}).items()
+    ]
+    return rows + [["private", f"{part}.*", "weights"] for part in attributes.get("private", ())]
+
+
+def _choices(annotation: str) -> str:
+    return annotation.removeprefix("Literal[").removesuffix("]") if annotation.startswith("Literal") else annotation
+
+
+def _print_run(manifest: dict[str, Any]) -> None:
+    out.print(f"{manifest['name']}: {manifest['algorithm']['title']}", markup=False, style="bold")
+    facts = {
+        "state": manifest["state"] + (f" ({manifest['reason']})" if manifest.get("reason") else ""),
+        "started": manifest["started"],
+        "model": f"{manifest['model']['name']}, {manifest['model']['parameters']:,} parameters",
+        "clients": str(len(manifest["data"]["histogram"]["train"]["per_client"])),
+        "differential privacy": "on" if manifest["dp"]["enabled"] else "off",
+        "revision": manifest.get("git") or "",
+    }
+    print_table("", ["", ""], [[k, v] for k, v in facts.items() if v])
+    rows = [[r["direction"], r["item"], r["kind"], r["numbers"]] for r in manifest["wire"]]
+    print_table("\nWire", ["direction", "item", "kind", "numbers"], rows)
+    print_table("\nConfiguration", ["option", "value"], [[k, as_text(v)] for k, v in manifest["config"].items()])

@@ -1,0 +1,103 @@
+"""pflsec train."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from pflsec.cli.console import duration, megabytes, number, print_json, progress, say
+from pflsec.config.train import TrainConfig, split_assignments
+
+
+def option(name: str, help: str, *flags: str) -> Any:
+    """Return a typer option whose help ends with the configuration's default."""
+    default = TrainConfig.model_fields[name].get_default(call_default_factory=True)
+    shown = "none" if default in (None, [], {}) else default
+    return typer.Option(*(flags or (f"--{name.replace('_', '-')}",)), help=f"{help} [default: {shown}]", show_default=False)
+
+
+def train(
+    algo: Annotated[str | None, option("algo", "Method: a key from `pflsec list algorithms`.")] = None,
+    data: Annotated[str | None, option("data", "Dataset: a name, or npz:PATH (images, labels).")] = None,
+    model: Annotated[str | None, option("model", "Network: a name, or auto.")] = None,
+    split: Annotated[str | None, option("split", "Layer with which the head begins.")] = None,
+    partition: Annotated[str | None, option("partition", "iid, pathological, dirichlet or natural.")] = None,
+    alpha: Annotated[float | None, option("alpha", "Dirichlet concentration; small is heterogeneous.")] = None,
+    classes_per_client: Annotated[int | None, option("classes_per_client", "Classes a client holds (pathological).")] = None,
+    test: Annotated[str | None, option("test", "split: a quarter of each client; given: the dataset's test rows.")] = None,
+    clients: Annotated[int | None, option("clients", "Number of clients.")] = None,
+    rounds: Annotated[int | None, option("rounds", "Number of rounds.")] = None,
+    local_epochs: Annotated[int | None, option("local_epochs", "Epochs of the phase that produces what is sent.")] = None,
+    batch_size: Annotated[int | None, option("batch_size", "Samples in a local batch.")] = None,
+    lr: Annotated[float | None, option("lr", "Local learning rate.")] = None,
+    lr_decay: Annotated[float | None, option("lr_decay", "Round t trains with lr * decay^t.")] = None,
+    participation: Annotated[float | None, option("participation", "Share of the clients asked in a round.")] = None,
+    drop_rate: Annotated[float | None, option("drop_rate", "Share of a cohort whose upload is lost.")] = None,
+    settings: Annotated[
+        list[str] | None, option("settings", "NAME=VALUE of the method's own settings; repeatable.", "--set")
+    ] = None,
+    preset: Annotated[str | None, typer.Option(help="paper or pfllib: published settings.", show_default=False)] = None,
+    defense: Annotated[list[str] | None, option("defense", "NAME or NAME:k=v,...; in order, repeatable.")] = None,
+    capture_rounds: Annotated[str | None, option("capture_rounds", "first,last | 0,10,20 | every:10 | none.")] = None,
+    capture_clients: Annotated[str | None, option("capture_clients", "0,1,2 | random:4.")] = None,
+    victims: Annotated[int | None, option("victims", "Victim batches per captured client and round.")] = None,
+    victim_batch: Annotated[int | None, option("victim_batch", "Images in a victim batch.")] = None,
+    victim_steps: Annotated[int | None, option("victim_steps", "Local steps on a victim batch.")] = None,
+    kind: Annotated[str | None, option("kind", "Kind of capture: probe.")] = None,
+    buffers: Annotated[str | None, option("buffers", "aggregate, local or frozen.")] = None,
+    seed: Annotated[int | None, option("seed", "Seed of everything that is drawn.")] = None,
+    eval_every: Annotated[int | None, option("eval_every", "Evaluate every so many rounds, and after the last.")] = None,
+    executor: Annotated[str | None, option("executor", "auto or serial.")] = None,
+    workers: Annotated[int | None, option("workers", "Worker processes.")] = None,
+    device: Annotated[str | None, option("device", "auto or cpu.")] = None,
+    runs_dir: Annotated[Path, typer.Option(help="Folder of all runs.")] = Path("runs"),
+    name: Annotated[str | None, typer.Option(help="Name of this run.", show_default=False)] = None,
+    config: Annotated[Path | None, typer.Option(help="TOML file with any of these options.", show_default=False)] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, estimate time and disk, and stop.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")] = False,
+) -> None:
+    """Train a federation and capture what crosses the wire.
+
+    Examples:
+
+      pflsec train --algo fedrep --rounds 10
+
+      pflsec train --algo fedprox --set mu=0.1 --data npz:mnist.npz --alpha 0.5
+
+      pflsec train --algo scaffold --capture-rounds 0,10 --capture-clients random:2
+    """
+    given = {k: v for k, v in locals().items() if k in TrainConfig.model_fields and k != "settings" and v is not None}
+    assignments = split_assignments(settings or [])
+
+    from pflsec import api
+    from pflsec.runtime.estimate import estimate
+
+    setup = api.plan_training(given, preset=preset, config=config, assignments=assignments)
+    cost = estimate(setup)
+    say(
+        f"{setup.config.algo} on {setup.config.data}: {setup.federation.clients} clients, {setup.config.rounds} rounds, "
+        f"{setup.net.size():,} parameters; about {duration(cost.seconds)} and {megabytes(cost.bytes)} on disk"
+    )
+    if dry_run:
+        if json:
+            print_json({"config": setup.config.model_dump(), "seconds": cost.seconds, "bytes": cost.bytes})
+        return
+    with progress(setup.config.rounds, "round") as bar:
+        run = api.run_training(setup, name=name, runs_dir=runs_dir, on_round=lambda t, metrics: bar.advance(_note(metrics)))
+    last = run.metrics.iloc[-1].to_dict()
+    if json:
+        print_json({"run": run.name, "path": str(run.path), "metrics": last})
+        return
+    say(f"done: {_note(last)}")
+    say(f"run {run.path}; attack it with: pflsec attack dlg {run.name}" + _runs_dir(runs_dir))
+
+
+def _note(metrics: Any) -> str:
+    parts = [f"loss {number(metrics.get('train_loss'), 3)}"] if metrics.get("train_loss") is not None else []
+    if (mean := metrics.get("personal_accuracy_mean")) is not None and mean == mean:
+        parts.append(f"accuracy {100 * mean:.1f} % (mean over clients)")
+    return ", ".join(parts)
+
+
+def _runs_dir(folder: Path) -> str:
+    return "" if folder == Path("runs") else f" --runs-dir {folder}"

@@ -1,0 +1,54 @@
+"""What a run will cost, measured on a few of its own batches before it starts."""
+
+import time
+from dataclasses import dataclass
+
+from pflsec.core.algorithm import Algorithm
+from pflsec.core.items import Items, size_in_bytes
+from pflsec.runtime.executor import one_thread
+from pflsec.runtime.setup import Setup
+from pflsec.train.local import LocalWork
+
+BATCHES = 3
+EVALUATION = 1.3  # testing everybody adds about this much to training
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of work and bytes on disk, roughly."""
+
+    seconds: float
+    bytes: int
+
+
+def estimate(setup: Setup) -> Cost:
+    """Return the cost of a run, from one client's local work on a few batches."""
+    config, federation, algorithm = setup.config, setup.federation, setup.algorithm
+    client = max(range(federation.clients), key=lambda c: len(federation.shards[c].train))
+    x, y = federation.train(client)
+    part = slice(0, BATCHES * config.batch_size)
+    server = algorithm.init_server(setup.server_fresh)
+    down, state = algorithm.downlink(server, client), algorithm.init_client(setup.client_fresh(client), server)
+    seconds, up = float("inf"), Items()
+    with one_thread():
+        for _ in range(2):
+            ctx = LocalWork(
+                setup.net, x[part], y[part], config.lr, config.local_epochs, config.batch_size, config.seed, 0, client
+            )
+            began = time.perf_counter()
+            up = algorithm.local(ctx, state, down).up
+            seconds = min(seconds, time.perf_counter() - began)
+    work = sum(federation.sizes()) * config.participation * (1 - config.drop_rate) * config.rounds
+    return Cost(seconds / len(y[part]) * work * EVALUATION, _disk(setup, down, up, state))
+
+
+def _disk(setup: Setup, down: Items, up: Items, state: Items) -> int:
+    config = setup.config
+    rounds, clients = len(config.captured_rounds()), len(config.captured_clients())
+    victims = rounds * clients * config.victims
+    broadcast = type(setup.algorithm).downlink is Algorithm.downlink
+    pixels = 4 * setup.federation.dataset.images[0].size
+    per_victim = size_in_bytes(up) + size_in_bytes(state) + pixels * config.victim_batch
+    pool = 1000 * pixels if rounds else 0
+    downs = size_in_bytes(down) * rounds * (1 if broadcast else clients)
+    return victims * per_victim + downs + pool + 200 * config.rounds * config.clients

@@ -34,7 +34,7 @@ check: $(VENV)/.ready-dev
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 bench: $(VENV)/.ready
-	for script in benchmarks/bench_*.py; do $(BIN)/python $$script || exit 1; done
+	for script in benchmarks/bench_*.py; do $(BIN)/python -m benchmarks.$$(basename $$script .py) || exit 1; done
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -6,7 +6,6 @@ from typing import Annotated, Any
 import typer
 
 from pflsec.cli.console import number, print_json, print_table, progress, say
-from pflsec.config.train import parse_assignments, split_assignments
 from pflsec.core.errors import ConfigError
 
 
@@ -51,6 +50,7 @@ def attack(
     """
     from pflsec import api
     from pflsec.config.attack import AttackConfig, attack_names, make_attack
+    from pflsec.config.train import parse_assignments, split_assignments
     from pflsec.core.config import build
     from pflsec.runtime.folder import RunFolder
 

@@ -6,13 +6,13 @@ from typing import Annotated, Any
 import typer
 
 from pflsec.cli.console import duration, megabytes, number, print_json, progress, say
-from pflsec.config.train import TrainConfig, split_assignments
+from pflsec.core.registry import settings_of
 
 
 def option(name: str, help: str, *flags: str) -> Any:
-    """Return a typer option whose help ends with the configuration's default."""
-    default = TrainConfig.model_fields[name].get_default(call_default_factory=True)
-    shown = "none" if default in (None, [], {}) else default
+    """Return a typer option whose help ends with the configuration's default, read from its source: help needs no pydantic."""
+    default = next(s.default for s in settings_of("pflsec.config.train", "TrainConfig") if s.name == name)
+    shown = "none" if default == "None" else default
     return typer.Option(*(flags or (f"--{name.replace('_', '-')}",)), help=f"{help} [default: {shown}]", show_default=False)
 
 
@@ -66,12 +66,14 @@ def train(
 
       pflsec train --algo scaffold --capture-rounds 0,10 --capture-clients random:2
     """
-    given = {k: v for k, v in locals().items() if k in TrainConfig.model_fields and k != "settings" and v is not None}
-    assignments = split_assignments(settings or [])
+    given = {k: v for k, v in locals().items() if v is not None}
 
     from pflsec import api
+    from pflsec.config.train import TrainConfig, split_assignments
     from pflsec.runtime.estimate import estimate
 
+    given = {k: v for k, v in given.items() if k in TrainConfig.model_fields and k != "settings"}
+    assignments = split_assignments(settings or [])
     setup = api.plan_training(given, preset=preset, config=config, assignments=assignments)
     cost = estimate(setup)
     say(

@@ -81,10 +81,9 @@ def load(group: str, name: str) -> Any:
 def card(group: str, name: str) -> Card:
     """Return the card of a registered thing, read from its source file without importing it."""
     entry = _entries(group)[name]
-    spec = importlib.util.find_spec(entry.module)
-    if spec is None or spec.origin is None:
+    tree = _tree(entry.module)
+    if tree is None:
         raise ConfigError(f"{group.removesuffix('s')} '{name}': the module {entry.module} is not installed.")
-    tree = ast.parse(Path(spec.origin).read_text(encoding="utf8"))
     node = next((n for n in tree.body if getattr(n, "name", None) == entry.attr), None)
     text = (ast.get_docstring(node) if isinstance(node, ast.FunctionDef) else ast.get_docstring(tree)) or ""
     title, sections = _sections(text)
@@ -100,8 +99,24 @@ def card(group: str, name: str) -> Card:
 
 
 @cache
+def settings_of(module: str, name: str) -> tuple[Setting, ...]:
+    """Return the fields that a configuration class declares, read from its source without importing it."""
+    tree = _tree(module)
+    return tuple(_fields(name, {n.name: n for n in tree.body if isinstance(n, ast.ClassDef)}, tree)) if tree else ()
+
+
+@cache
 def _entries(group: str) -> dict[str, EntryPoint]:
     return {entry.name: entry for entry in entry_points(group=f"pflsec.{group}")}
+
+
+@cache
+def _tree(module: str) -> ast.Module | None:
+    """Return a module's syntax tree, or None where there is no such source file."""
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None:
+        return None
+    return ast.parse(Path(spec.origin).read_text(encoding="utf8"))
 
 
 def _normal(name: str) -> str:
@@ -169,10 +184,10 @@ def _fields(name: str, classes: dict[str, ast.ClassDef], tree: ast.Module) -> li
         home = _imported_from(name, tree)
         if home is None or home == "pflsec.core.config":
             return []
-        spec = importlib.util.find_spec(home)
-        if spec is None or spec.origin is None:
+        found = _tree(home)
+        if found is None:
             return []
-        tree = ast.parse(Path(spec.origin).read_text(encoding="utf8"))
+        tree = found
         classes = {n.name: n for n in tree.body if isinstance(n, ast.ClassDef)}
         if name not in classes:
             return []
@@ -198,10 +213,8 @@ def _alias(annotation: ast.expr, tree: ast.Module) -> ast.expr:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == annotation.id:
             return node.value
     home = _imported_from(annotation.id, tree)
-    spec = importlib.util.find_spec(home) if home else None
-    if spec is None or spec.origin is None:
-        return annotation
-    return _alias(annotation, ast.parse(Path(spec.origin).read_text(encoding="utf8")))
+    source = _tree(home) if home else None
+    return annotation if source is None else _alias(annotation, source)
 
 
 def _setting(node: ast.AnnAssign, tree: ast.Module) -> Setting:

@@ -7,7 +7,7 @@ from pflsec.core.algorithm import Algorithm
 from pflsec.core.items import Items, size_in_bytes
 from pflsec.runtime.executor import one_thread
 from pflsec.runtime.setup import Setup
-from pflsec.train.local import LocalWork
+from pflsec.training.local import LocalWork
 
 BATCHES = 3
 EVALUATION = 1.3  # testing everybody adds about this much to training

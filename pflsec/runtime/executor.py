@@ -12,7 +12,7 @@ from pflsec.core.algorithm import Done
 from pflsec.core.errors import PflsecError, TrainingError
 from pflsec.core.items import Items, first_nonfinite
 from pflsec.runtime.setup import Setup
-from pflsec.train.local import LocalWork
+from pflsec.training.local import LocalWork
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from pflsec.core.vault import VaultWriter
 from pflsec.runtime.executor import learning_rate
 from pflsec.runtime.replay import local_work, residual
 from pflsec.runtime.setup import Setup
-from pflsec.train.local import Training
+from pflsec.training.local import Training
 from pflsec.wire.capture import Record
 from pflsec.wire.store import CaptureStore
 

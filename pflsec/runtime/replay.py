@@ -9,7 +9,7 @@ from torch import Tensor
 from pflsec.core.algorithm import Algorithm
 from pflsec.core.items import Items, cast, detached, floating
 from pflsec.models.network import Network
-from pflsec.train.local import Driver, LocalWork, Unrolled
+from pflsec.training.local import Driver, LocalWork, Unrolled
 from pflsec.wire.capture import Capture, Record
 
 

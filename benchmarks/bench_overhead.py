@@ -10,7 +10,7 @@ from benchmarks.common import interleaved, ratio, table
 from pflsec.models import catalogue
 from pflsec.models.cnn import cnn
 from pflsec.models.mlp import mlp
-from pflsec.train.local import LocalWork
+from pflsec.training.local import LocalWork
 
 BATCH, LR = 10, 0.05
 

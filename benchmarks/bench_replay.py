@@ -12,7 +12,7 @@ from pflsec.core.items import cast, floating
 from pflsec.runtime.replay import relative_distance
 from pflsec.runtime.rounds import Federated
 from pflsec.runtime.setup import prepare
-from pflsec.train.local import LocalWork, Training, Unrolled
+from pflsec.training.local import LocalWork, Training, Unrolled
 
 
 def residual(run: Federated, images: int, steps: int, dtype: torch.dtype) -> float:

@@ -11,10 +11,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pflsec.api import Run, Scores, attack, load_run, report, train
+    from pflsec.api import Run, Scores, attack, load_run, report, resume, train
 
 __version__ = "0.1.0"
-__all__ = ["Run", "Scores", "__version__", "attack", "load_run", "report", "train"]
+__all__ = ["Run", "Scores", "__version__", "attack", "load_run", "report", "resume", "train"]
 
 
 def __getattr__(name: str) -> Any:

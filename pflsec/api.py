@@ -1,8 +1,10 @@
 """pflsec from Python: the same as the command line, under the same option names."""
 
 import hashlib
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +17,7 @@ from pflsec.config.train import resolve, run_name
 from pflsec.core import registry
 from pflsec.core.attack import Attack
 from pflsec.core.config import build
-from pflsec.core.errors import PflsecError
+from pflsec.core.errors import PflsecError, RunError
 from pflsec.core.files import plain, to_json
 from pflsec.core.knowledge import Knows
 from pflsec.data.datasets import Dataset
@@ -24,8 +26,10 @@ from pflsec.leakage.matching import assign
 from pflsec.leakage.perceptual import Perceptual
 from pflsec.leakage.score import VictimScore, score
 from pflsec.leakage.vault import Pool, Truth, Vault
-from pflsec.runtime import attacking, manifest
+from pflsec.runtime import attacking, checkpoint, manifest
+from pflsec.runtime.executor import Executor, Serial
 from pflsec.runtime.folder import RunFolder, attack_folder, secure
+from pflsec.runtime.pool import Processes
 from pflsec.runtime.rounds import play
 from pflsec.runtime.setup import Setup, prepare
 from pflsec.wire.store import CaptureStore
@@ -119,27 +123,81 @@ def train(
     Raises PflsecError with a sentence for the user.
     """
     setup = plan_training(options, preset=preset, config=config, dataset=dataset)
-    return run_training(setup, name=name, runs_dir=runs_dir, on_round=on_round)
+    executor = "processes" if setup.config.executor == "processes" else "serial"
+    return run_training(setup, name=name, runs_dir=runs_dir, on_round=on_round, executor=executor)
 
 
 def run_training(
-    setup: Setup, *, name: str | None = None, runs_dir: str | Path = "runs", on_round: OnRound = lambda t, metrics: None
+    setup: Setup,
+    *,
+    name: str | None = None,
+    runs_dir: str | Path = "runs",
+    on_round: OnRound = lambda t, metrics: None,
+    executor: str = "serial",
 ) -> Run:
-    """Run a setup; the folder's state tells how it ended: done, failed or interrupted."""
+    """Run a setup in a new folder; the folder's state tells how it ended: done, failed or interrupted.
+
+    executor  serial or processes: the results are the same bits
+    """
     folder = RunFolder.create(Path(runs_dir), run_name(setup.config, name))
-    facts = manifest.describe(setup, folder.path.name)
-    folder.write_manifest(facts)
-    try:
-        play(setup, folder, on_round)
-    except KeyboardInterrupt:
-        folder.write_manifest(facts | {"state": "interrupted", "finished": manifest.now()})
-        raise
-    except Exception as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        folder.write_manifest(facts | {"state": "failed", "reason": reason, "finished": manifest.now()})
-        raise
-    folder.write_manifest(facts | {"state": "done", "finished": manifest.now()})
+    folder.write_manifest(manifest.describe(setup, folder.path.name))
+    return _play(setup, folder, on_round, executor)
+
+
+def plan_resumption(run: Run | str | Path, runs_dir: str | Path = "runs", dataset: Dataset | None = None) -> tuple[Setup, Run]:
+    """Return the setup of an earlier run, to go on with it. Raises RunError when it is complete or its data changed."""
+    folder = RunFolder.open(run.path if isinstance(run, Run) else run, Path(runs_dir))
+    facts = folder.manifest()
+    if facts.get("state") == "done":
+        raise RunError(f"run '{folder.path.name}' is complete; there is nothing to resume.")
+    config, _ = attacking.training_config(folder)
+    setup = prepare(config, dataset)
+    if setup.federation.fingerprint() != facts["data"]["partition"]:
+        raise RunError(f"run '{folder.path.name}' cannot be resumed: the data are not those it began with.")
+    return setup, Run(folder.path)
+
+
+def resume(
+    run: Run | str | Path,
+    *,
+    runs_dir: str | Path = "runs",
+    dataset: Dataset | None = None,
+    on_round: OnRound = lambda t, metrics: None,
+    executor: str = "serial",
+) -> Run:
+    """Go on with a run that was interrupted, failed or killed; the result equals an uninterrupted run, bit for bit."""
+    setup, found = plan_resumption(run, runs_dir, dataset)
+    return resume_training(setup, found, on_round=on_round, executor=executor)
+
+
+def resume_training(
+    setup: Setup, run: Run, *, on_round: OnRound = lambda t, metrics: None, executor: str = "serial"
+) -> Run:
+    """Play the rounds that are left of a run."""
+    return _play(setup, RunFolder(run.path), on_round, executor)
+
+
+def _play(setup: Setup, folder: RunFolder, on_round: OnRound, executor: str) -> Run:
+    with checkpoint.alone(folder):
+        facts = folder.manifest() | {"state": "running", "reason": None, "finished": None}
+        folder.write_manifest(facts)
+        try:
+            with _executor(setup, executor) as workers:
+                play(setup, folder, on_round, workers)
+        except KeyboardInterrupt:
+            folder.write_manifest(facts | {"state": "interrupted", "finished": manifest.now()})
+            raise
+        except Exception as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            folder.write_manifest(facts | {"state": "failed", "reason": reason, "finished": manifest.now()})
+            raise
+        folder.write_manifest(facts | {"state": "done", "finished": manifest.now()})
     return Run(folder.path)
+
+
+def _executor(setup: Setup, name: str) -> AbstractContextManager[Executor]:
+    count = min(setup.config.workers or os.cpu_count() or 1, setup.federation.clients)
+    return closing(Processes(setup, count) if name == "processes" else Serial(setup))
 
 
 def attack(

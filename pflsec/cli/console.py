@@ -63,17 +63,18 @@ class Progress:
     def __init__(self, bar: Any, task: Any, total: int, unit: str):
         self._bar, self._task, self._total, self._unit = bar, task, total, unit
         self._began = self._last = time.monotonic()
-        self._done = 0
+        self._done = self._here = 0
 
-    def advance(self, note: str) -> None:
-        """One more unit is done; the note says how it went."""
-        self._done += 1
+    def advance(self, note: str, done: int | None = None) -> None:
+        """One more unit is done, or so many in all; the note says how it went."""
+        self._done = self._done + 1 if done is None else done
+        self._here += 1
         if self._bar is not None:
-            self._bar.update(self._task, advance=1, description=note)
+            self._bar.update(self._task, completed=self._done, description=note)
             return
         now = time.monotonic()
         if now - self._last >= QUIET_SECONDS or self._done == self._total:
-            left = (now - self._began) / self._done * (self._total - self._done)
+            left = (now - self._began) / self._here * (self._total - self._done)
             say(f"{self._unit} {self._done}/{self._total}, {duration(left)} left: {note}")
             self._last = now
 

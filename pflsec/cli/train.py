@@ -1,12 +1,17 @@
 """pflsec train."""
 
+import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from pflsec.cli.console import duration, megabytes, number, print_json, progress, say
+from pflsec.core.errors import ConfigError
 from pflsec.core.registry import settings_of
+
+WORTH_WORKERS = 60.0  # seconds
 
 
 def option(name: str, help: str, *flags: str) -> Any:
@@ -18,10 +23,11 @@ def option(name: str, help: str, *flags: str) -> Any:
 
 def train(
     algo: Annotated[str | None, option("algo", "Method: a key from `pflsec list algorithms`.")] = None,
-    data: Annotated[str | None, option("data", "Dataset: a name, or npz:PATH (images, labels).")] = None,
+    data: Annotated[str | None, option("data", "Dataset: a name, npz:PATH (images, labels) or pfllib:PATH.")] = None,
+    download: Annotated[bool | None, option("download", "Fetch the dataset if it is not here.", "--download")] = None,
     model: Annotated[str | None, option("model", "Network: a name, or auto.")] = None,
     split: Annotated[str | None, option("split", "Layer with which the head begins.")] = None,
-    partition: Annotated[str | None, option("partition", "iid, pathological, dirichlet or natural.")] = None,
+    partition: Annotated[str | None, option("partition", "iid, pathological, dirichlet, natural or pfllib-compat.")] = None,
     alpha: Annotated[float | None, option("alpha", "Dirichlet concentration; small is heterogeneous.")] = None,
     classes_per_client: Annotated[int | None, option("classes_per_client", "Classes a client holds (pathological).")] = None,
     test: Annotated[str | None, option("test", "split: a quarter of each client; given: the dataset's test rows.")] = None,
@@ -53,6 +59,7 @@ def train(
     runs_dir: Annotated[Path, typer.Option(help="Folder of all runs.")] = Path("runs"),
     name: Annotated[str | None, typer.Option(help="Name of this run.", show_default=False)] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file with any of these options.", show_default=False)] = None,
+    resume: Annotated[str | None, typer.Option(help="Go on with this run; no other option of it may change.", show_default=False)] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, estimate time and disk, and stop.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")] = False,
 ) -> None:
@@ -65,16 +72,27 @@ def train(
       pflsec train --algo fedprox --set mu=0.1 --data npz:mnist.npz --alpha 0.5
 
       pflsec train --algo scaffold --capture-rounds 0,10 --capture-clients random:2
+
+      pflsec train --resume fedrep-digits-s0
     """
     given = {k: v for k, v in locals().items() if v is not None}
 
     from pflsec import api
     from pflsec.config.train import TrainConfig, split_assignments
+    from pflsec.core.config import build
     from pflsec.runtime.estimate import estimate
 
     given = {k: v for k, v in given.items() if k in TrainConfig.model_fields and k != "settings"}
-    assignments = split_assignments(settings or [])
-    setup = api.plan_training(given, preset=preset, config=config, assignments=assignments)
+    how = {k: given.pop(k) for k in ("executor", "workers") if resume and k in given}
+    if resume and (given or settings or preset or config or name):
+        raise ConfigError("--resume takes the run's own configuration; of the other options only --executor, --workers and "
+                          "--runs-dir go with it.")
+    found = None
+    if resume:
+        setup, found = api.plan_resumption(resume, runs_dir)
+        setup = replace(setup, config=build(TrainConfig, setup.config.model_dump() | how, "train"))
+    else:
+        setup = api.plan_training(given, preset=preset, config=config, assignments=split_assignments(settings or []))
     cost = estimate(setup)
     say(
         f"{setup.config.algo} on {setup.config.data}: {setup.federation.clients} clients, {setup.config.rounds} rounds, "
@@ -84,14 +102,29 @@ def train(
         if json:
             print_json({"config": setup.config.model_dump(), "seconds": cost.seconds, "bytes": cost.bytes})
         return
+    executor = _executor(setup.config.executor, cost.seconds)
     with progress(setup.config.rounds, "round") as bar:
-        run = api.run_training(setup, name=name, runs_dir=runs_dir, on_round=lambda t, metrics: bar.advance(_note(metrics)))
+
+        def on_round(t: int, metrics: Any) -> None:
+            bar.advance(_note(metrics), t + 1)
+
+        if found:
+            run = api.resume_training(setup, found, on_round=on_round, executor=executor)
+        else:
+            run = api.run_training(setup, name=name, runs_dir=runs_dir, on_round=on_round, executor=executor)
     last = run.metrics.iloc[-1].to_dict()
     if json:
         print_json({"run": run.name, "path": str(run.path), "metrics": last})
         return
     say(f"done: {_note(last)}")
     say(f"run {run.path}; attack it with: pflsec attack dlg {run.name}" + _runs_dir(runs_dir))
+
+
+def _executor(wanted: str, seconds: float) -> str:
+    """Return serial or processes: starting workers takes some seconds, which short runs do not earn back."""
+    if wanted != "auto":
+        return wanted
+    return "processes" if seconds > WORTH_WORKERS and (os.cpu_count() or 1) > 1 else "serial"
 
 
 def _note(metrics: Any) -> str:

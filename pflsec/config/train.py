@@ -20,10 +20,12 @@ class TrainConfig(Config):
     """All options of `pflsec train`, by their names on the command line."""
 
     algo: str = option(default="fedavg", about="key of the method")
-    data: str = option(default="digits", about="dataset: a name, or npz:PATH")
+    data: str = option(default="digits", about="dataset: a name, npz:PATH or pfllib:PATH")
+    download: bool = Field(default=False, exclude=True)
+    """May the dataset be fetched from the internet? Changes no result, so it is not recorded."""
     model: str = option(default="auto", about="network: a name, or auto")
     split: str | None = option(default=None, about="layer with which the head begins; none: the last one")
-    partition: Literal["iid", "pathological", "dirichlet", "natural"] = option(default="dirichlet")
+    partition: Literal["iid", "pathological", "dirichlet", "natural", "pfllib-compat"] = option(default="dirichlet")
     alpha: float = above(0, default=0.1, about="Dirichlet concentration: small is heterogeneous")
     classes_per_client: int = at_least(1, default=2, about="classes of a client with partition=pathological")
     test: Literal["split", "given"] = option(
@@ -48,8 +50,10 @@ class TrainConfig(Config):
     buffers: Literal["aggregate", "local", "frozen"] = option(default="aggregate")
     seed: int = at_least(0, default=0)
     eval_every: int = at_least(1, default=1)
-    executor: Literal["auto", "serial"] = option(default="auto")
-    workers: int = at_least(1, default=1)
+    executor: Literal["auto", "serial", "processes"] = option(
+        default="auto", about="auto: processes where that pays; the results are the same bits"
+    )
+    workers: int | None = at_least(1, default=None, about="worker processes; none: one per core")
     device: str = option(default="auto")
 
     @field_validator("algo")

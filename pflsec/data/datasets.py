@@ -213,6 +213,7 @@ def from_arrays(
     is_test: Any = None,
     class_names: Sequence[str] | None = None,
     name: str = "arrays",
+    source: str = "arrays given through Python",
 ) -> Dataset:
     """Return a dataset of numpy arrays, torch tensors or nested lists.
 
@@ -221,10 +222,10 @@ def from_arrays(
     client_ids    [N] whole numbers: the natural client of each row
     is_test       [N] booleans or 0/1: rows set aside for testing
     class_names   one per class; without them the classes are the numbers up to the largest label
+    name, source  what messages and reports call the dataset, and where they say that it comes from
 
     Raises DataError when a rule is broken; warns when a class below the largest label has no row.
     """
-    source = "arrays given through Python"
     more = {"client": client_ids, "is_test": is_test, "class_names": class_names}
     return _assemble(name, source, images, labels, **more)
 
@@ -300,28 +301,37 @@ def _member(file: Path, archive: Any, key: str) -> np.ndarray:
     return array
 
 
-def load(spec: str) -> Dataset:
+def load(spec: str, download: bool = False) -> Dataset:
     """Return the dataset with this name, `NAME` or `NAME:ARGUMENT`, e.g. `digits` or `npz:~/mine.npz`.
 
     Names are the entry points of the group `pflsec.datasets`, so another package can add its own: a function
-    that takes nothing or one text, and returns a Dataset. Raises DataError for an unknown name, an argument
-    too few or too many, or an entry point that does not work.
+    that takes nothing or one text, and perhaps the keyword `download`, and returns a Dataset. Case, dashes and
+    underscores in a name do not matter. Raises DataError for an unknown name, an argument too few or too many,
+    or an entry point that does not work.
+
+    download   allow datasets that are files on the internet to be fetched; others take no notice
     """
     name, _, argument = spec.partition(":")
     known = {entry.name: entry for entry in entry_points(group=GROUP)}
-    entry = known.get(name.strip().lower())
+    entry = next((e for key, e in known.items() if _plain(key) == _plain(name)), None)
     if entry is None:
         raise DataError(unknown("dataset", name, known))
     try:
         make = entry.load()
     except (ImportError, AttributeError) as error:
         raise DataError(f"dataset '{name}' ({entry.value}) cannot be imported: {error}.") from error
-    parameters = inspect.signature(make).parameters.values()
+    named = dict(inspect.signature(make).parameters)
+    keywords = {"download": download} if named.pop("download", None) else {}
+    parameters = named.values()
     if argument and not parameters:
         raise DataError(f"dataset '{name}' takes no argument, but got '{argument}'; write --data {name}.")
     if not argument and any(p.default is p.empty for p in parameters):
         raise DataError(f"dataset '{name}' needs an argument and got none; write --data {name}:PATH.")
-    dataset = make(argument) if argument else make()
+    dataset = make(argument, **keywords) if argument else make(**keywords)
     if not isinstance(dataset, Dataset):
         raise DataError(f"dataset '{name}' ({entry.value}) returned a {type(dataset).__name__}, not a Dataset.")
     return dataset
+
+
+def _plain(name: str) -> str:
+    return "".join(letter for letter in name.lower() if letter.isalnum())

@@ -13,7 +13,7 @@ from pflsec.core.errors import DataError
 from pflsec.core.inputs import InputSpec
 from pflsec.core.streams import numpy_stream
 from pflsec.data.datasets import Dataset
-from pflsec.data.partitions import assign, split
+from pflsec.data.partitions import PFLLIB, PFLLIB_TEST, assign, pfllib_compat, split
 
 BLOCK = 2000
 FLAT = 1e-6
@@ -188,6 +188,19 @@ def _given_flags(dataset: Dataset) -> np.ndarray:
     return dataset.is_test
 
 
+def _pfllib_shards(
+    dataset: Dataset, clients: int | None, seed: int, alpha: float, test_fraction: float, test: str
+) -> tuple[Shard, ...]:
+    if test == "given" or test_fraction != PFLLIB_TEST:
+        wanted = "--test given" if test == "given" else f"test_fraction {test_fraction}"
+        raise DataError(
+            f"partition '{PFLLIB}' tests on its own random quarter of each client, so {wanted} cannot be used "
+            "with it; leave that out, or use --partition dirichlet."
+        )
+    sides = pfllib_compat(dataset.labels, clients or 0, seed, alpha)
+    return tuple(Shard(np.sort(train), np.sort(tested)) for train, tested in sides)
+
+
 def build(
     dataset: Dataset,
     *,
@@ -201,10 +214,11 @@ def build(
 ) -> Federation:
     """Return a federation: the rows go to clients first, then each client's rows to training and testing.
 
-    partition            iid, pathological, dirichlet or natural
+    partition            iid, pathological, dirichlet or natural; or pfllib-compat, PFLlib's `dir` with PFLlib's own
+                         split: a random quarter of each client's rows, official test rows among them
     clients              number of clients; 0 or None, with natural only, for as many as there are
     seed                 the same seed gives the same federation
-    alpha                Dirichlet concentration (dirichlet only)
+    alpha                Dirichlet concentration (dirichlet and pfllib-compat only)
     classes_per_client   classes that each client holds (pathological only)
     test_fraction        share of a client's rows that it tests on (within a fifth, for even classes); inside (0, 1)
     test                 "split": all rows are dealt out, whatever the publisher set aside, and split anew.
@@ -219,18 +233,21 @@ def build(
     if not 0 < test_fraction < 1:
         raise DataError(f"test_fraction must lie between 0 and 1, both excluded, but is {test_fraction}.")
     is_test = _given_flags(dataset) if test == "given" else np.zeros(len(dataset.labels), dtype=np.bool_)
-    own = test == "given" and partition == "natural"
-    dealt = np.arange(len(is_test)) if own else np.flatnonzero(~is_test)
-    ids = None if dataset.client_ids is None else dataset.client_ids[dealt]
-    rng = numpy_stream(int(seed), "partition", partition)
-    labels, options = dataset.labels[dealt], {"alpha": alpha, "classes_per_client": classes_per_client}
-    parts = assign(partition, rng, labels=labels, ids=ids, clients=clients, **options)
-    shards = tuple(
-        _given_share(dataset, is_test, dealt[part])
-        if own
-        else _split_share(dataset, dealt[part], test_fraction, int(seed), client)
-        for client, part in enumerate(parts)
-    )
+    if partition == PFLLIB:
+        shards = _pfllib_shards(dataset, clients, int(seed), alpha, test_fraction, test)
+    else:
+        own = test == "given" and partition == "natural"
+        dealt = np.arange(len(is_test)) if own else np.flatnonzero(~is_test)
+        ids = None if dataset.client_ids is None else dataset.client_ids[dealt]
+        rng = numpy_stream(int(seed), "partition", partition)
+        labels, options = dataset.labels[dealt], {"alpha": alpha, "classes_per_client": classes_per_client}
+        parts = assign(partition, rng, labels=labels, ids=ids, clients=clients, **options)
+        shards = tuple(
+            _given_share(dataset, is_test, dealt[part])
+            if own
+            else _split_share(dataset, dealt[part], test_fraction, int(seed), client)
+            for client, part in enumerate(parts)
+        )
     personal = np.sort(np.concatenate([shard.test for shard in shards]))
     common = np.flatnonzero(is_test) if test == "given" else personal
     return Federation(dataset, shards, _input_spec(dataset, shards), common)

@@ -3,19 +3,24 @@
 A scheme takes one label (or id) per row and one generator, and returns one sorted int64 array of row
 positions per client. The arrays are disjoint, cover all rows, and hold at least two rows each: one to train
 on and one to test on.
+
+`pfllib_compat` alone divides each client's rows into training and test rows as well, as PFLlib does.
 """
 
 import math
 from typing import Any
 
 import numpy as np
-from numpy.random import Generator
+from numpy.random import Generator, RandomState
 
 from pflsec.core.errors import DataError, unknown
 
 SCHEMES = ("iid", "pathological", "dirichlet", "natural")
+PFLLIB = "pfllib-compat"
 LEAST = 2
 CLOSE = 0.1
+PFLLIB_TEST = 0.25
+PFLLIB_TRIES = 1000
 
 Parts = list[np.ndarray]
 
@@ -124,6 +129,11 @@ def _proportions(clients: int, rng: Generator, alpha: float) -> np.ndarray:
     return mass / mass.sum()
 
 
+def _check_alpha(alpha: Any) -> None:
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float | np.number) or not 0 < alpha < math.inf:
+        raise DataError(f"alpha must be a positive, finite number (e.g. 0.1), but is {alpha!r}.")
+
+
 def dirichlet(labels: np.ndarray, clients: int, rng: Generator, alpha: float, min_rows: int | None = None) -> Parts:
     """Return a label-skewed partition: each class is divided in proportions drawn from Dirichlet(alpha).
 
@@ -134,8 +144,7 @@ def dirichlet(labels: np.ndarray, clients: int, rng: Generator, alpha: float, mi
     Raises DataError for an alpha that is not positive and finite, and for more than rows / clients min_rows.
     """
     labels = _checked(labels, clients)
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float | np.number) or not 0 < alpha < math.inf:
-        raise DataError(f"alpha must be a positive, finite number (e.g. 0.1), but is {alpha!r}.")
+    _check_alpha(alpha)
     if min_rows is None:
         min_rows = max(LEAST, min(10, len(labels) // (2 * clients)))
     if _whole("min_rows", min_rows, LEAST) * clients > len(labels):
@@ -219,7 +228,61 @@ def assign(
             return pathological(labels, count, rng, classes_per_client)
         case "dirichlet":
             return dirichlet(labels, count, rng, alpha)
-    raise DataError(unknown("partition", scheme, SCHEMES))
+    raise DataError(unknown("partition", scheme, (*SCHEMES, PFLLIB)))
+
+
+def pfllib_compat(labels: np.ndarray, clients: int, seed: int, alpha: float) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return PFLlib's partition `dir` with PFLlib's own split: (train, test) row positions of each client.
+
+    Positions stand in the order in which PFLlib saves the rows; they are not sorted. With the official training
+    rows followed by the official test rows, alpha 0.1 and seed 1 these are, row by row, the clients that PFLlib's
+    generators write. So the official test rows are trained on too, a quarter of each client is drawn without
+    regard to class, and a client that holds its share of the rows gets none of the following classes.
+
+    seed   of NumPy's legacy generator, whose streams never change: below 2 ** 32
+
+    PFLlib draws again, without end, until the smallest client has 40 rows (or half of the mean share, where that
+    is less). Raises DataError when PFLLIB_TRIES draws were not enough, and for requests no draw can meet.
+    """
+    labels = _checked(labels, clients)
+    _check_alpha(alpha)
+    if _whole("seed", seed, 0) >= 2**32:
+        raise DataError(f"partition '{PFLLIB}' needs a seed below 2^32, but got {seed}; PFLlib itself uses 1.")
+    rng = RandomState(seed)
+    # PFLlib cannot split a client with one row; such a draw is repeated here.
+    least = max(LEAST, int(min(10 / PFLLIB_TEST, len(labels) / clients / 2)))
+    for _ in range(PFLLIB_TRIES):
+        parts = _pfllib_draw(labels, clients, rng, float(alpha))
+        if min(len(part) for part in parts) >= least:
+            return [_pfllib_split(part, rng) for part in parts]
+    raise DataError(
+        f"partition '{PFLLIB}' was drawn {PFLLIB_TRIES} times, but never gave each of {clients} clients {least} rows "
+        f"with alpha {alpha}; use a larger alpha or fewer clients, or partition 'dirichlet', which always ends."
+    )
+
+
+def _pfllib_draw(labels: np.ndarray, clients: int, rng: RandomState, alpha: float) -> Parts:
+    held: list[list[np.ndarray]] = [[] for _ in range(clients)]
+    sizes = np.zeros(clients, dtype=np.int64)
+    for label in np.unique(labels):
+        rows = np.flatnonzero(labels == label)
+        rng.shuffle(rows)
+        mass = rng.dirichlet(np.full(clients, alpha)) * (sizes < len(labels) / clients)
+        if mass.sum() > 0:
+            cuts = (np.cumsum(mass / mass.sum())[:-1] * len(rows)).astype(np.int64)
+        else:  # A tiny alpha: everything went to clients that are full, or was 0 / 0. The last client gets the class.
+            cuts = np.zeros(clients - 1, dtype=np.int64)
+        for client, share in enumerate(np.split(rows, cuts)):
+            held[client].append(share)
+            sizes[client] += len(share)
+    return [np.concatenate(shares) for shares in held]
+
+
+def _pfllib_split(rows: np.ndarray, rng: RandomState) -> tuple[np.ndarray, np.ndarray]:
+    """Return (train, test) rows, shuffled: one permutation, whose first quarter, rounded up, is tested on."""
+    order = rows[rng.permutation(len(rows))]
+    tested = len(rows) - math.floor((1 - PFLLIB_TEST) * len(rows))
+    return order[tested:], order[:tested]
 
 
 def split(labels: np.ndarray, groups: np.ndarray, fraction: float, rng: Generator) -> tuple[np.ndarray, np.ndarray]:

@@ -2,9 +2,10 @@
 
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -74,16 +75,30 @@ def work(setup: Setup, job: Job) -> Outcome:
     return Outcome(job.client, done, loss, len(ctx.losses), time.perf_counter() - began)
 
 
+class Executor(Protocol):
+    """Does jobs for one setup."""
+
+    def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
+        """Yield the outcome of every job, in any order."""
+        ...
+
+    def close(self) -> None:
+        """Give back what the executor holds."""
+        ...
+
+
 class Serial:
     """One after the other, in this process. One thread: two would change bits."""
 
-    def run(self, setup: Setup, jobs: Iterable[Job]) -> Iterator[Outcome]:
-        """Yield the outcome of each job, in the order of the jobs."""
+    def __init__(self, setup: Setup):
+        self.setup = setup
+
+    def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
         for job in jobs:
-            yield work(setup, job)
+            yield work(self.setup, job)
 
-
-Executor = Callable[[Setup, Iterable[Job]], Iterator[Outcome]]
+    def close(self) -> None:
+        pass
 
 
 @contextmanager

@@ -30,6 +30,7 @@ class RunFolder:
         self.captures = path / "captures"
         self.vault = path / "vault"
         self.attacks = path / "attacks"
+        self.checkpoints = path / "checkpoints"
 
     @staticmethod
     def create(runs_dir: Path, name: str) -> "RunFolder":
@@ -44,7 +45,7 @@ class RunFolder:
                     path.mkdir(mode=0o700)
                 except FileExistsError:
                     continue
-                for part in ("captures", "vault", "attacks"):
+                for part in ("captures", "vault", "attacks", "checkpoints"):
                     (path / part).mkdir(mode=0o700)
                 return RunFolder(path)
         raise RunError(f"{runs_dir} already holds 10,000 runs called {name}; choose another --name.")

@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 
-from pflsec.core.errors import TrainingError
+from pflsec.core.errors import RunError, TrainingError
 from pflsec.core.items import Items, first_nonfinite
 from pflsec.core.vault import VaultWriter
+from pflsec.runtime import checkpoint, evaluate
 from pflsec.runtime import cohort as cohorts
-from pflsec.runtime import evaluate
-from pflsec.runtime.executor import Job, Outcome, Serial, learning_rate, one_thread
+from pflsec.runtime.checkpoint import State
+from pflsec.runtime.executor import Executor, Job, Outcome, Serial, learning_rate, one_thread
 from pflsec.runtime.folder import RunFolder
 from pflsec.runtime.probes import Prober
 from pflsec.runtime.setup import Setup
@@ -28,9 +29,9 @@ class Federated:
     `advance` plays one round; nothing of it remains unless the whole round succeeds.
     """
 
-    def __init__(self, setup: Setup):
+    def __init__(self, setup: Setup, executor: Executor | None = None):
         self.setup = setup
-        self.executor = Serial()
+        self.executor = executor or Serial(setup)
         self.t = 0
         algorithm, public = setup.algorithm, setup.server_fresh
         self.server: Items = algorithm.init_server(public)
@@ -38,6 +39,17 @@ class Federated:
         watched = setup.config.captured_clients() if setup.config.captured_rounds() else []
         self.memories = {c: algorithm.init_client(public, self.server) for c in watched}
         self.last_trained: dict[int, int] = {}
+
+    def state(self) -> State:
+        """Return all that changes, for a checkpoint."""
+        return State(self.t, self.server, self.states, self.memories, self.last_trained, {})
+
+    def restore(self, state: State) -> None:
+        """Go on from a checkpoint. Raises RunError when it does not fit this run."""
+        if set(state.states) != set(self.states) or set(state.memories) != set(self.memories):
+            raise RunError("the checkpoint is of another run: its clients are not those of this one.")
+        self.t, self.server, self.states = state.t, state.server, state.states
+        self.memories, self.last_trained = state.memories, state.last_trained
 
     def advance(self) -> tuple[dict[str, Any], list[Mapping[str, Any]]]:
         """Play one round; return its metrics and its rows for clients.csv."""
@@ -50,7 +62,7 @@ class Federated:
         downs = {c: setup.channel.send_down(algorithm.downlink(self.server, c), t, c, ledger) for c in cohort}
         # A lost upload leaves no trace anywhere, so the work behind it need not be done.
         jobs = [Job(t, c, self.states[c], downs[c]) for c in cohort if c not in lost]
-        outcomes = {o.client: o for o in self.executor.run(setup, jobs)}
+        outcomes = {o.client: o for o in self.executor.run(jobs)}
         ups = {c: setup.channel.send_up(o.done.up, downs[c], t, c, ledger) for c, o in sorted(outcomes.items())}
 
         server = setup.channel.release(algorithm.aggregate(self.server, ups), self.server, t) if ups else self.server
@@ -114,19 +126,27 @@ class Federated:
         ]
 
 
-def play(setup: Setup, folder: RunFolder, report: Report) -> Federated:
-    """Play all rounds of a run, writing metrics, captures and vault as it goes."""
-    federated = Federated(setup)
+def play(setup: Setup, folder: RunFolder, report: Report, executor: Executor | None = None) -> Federated:
+    """Play the rounds of a run that are left, writing metrics, captures, vault and checkpoints as it goes.
+
+    A checkpoint is written after the round's metrics; what a killed process wrote beyond the last one is cut off and played
+    again. Captures of a round that is played again have the same bits.
+    """
+    federated = Federated(setup, executor)
+    if found := checkpoint.newest(folder):
+        federated.restore(found)
+    checkpoint.rewind(folder, federated.t)
     due = set(setup.config.captured_rounds())
     prober = Prober(setup, CaptureStore(folder.captures), VaultWriter(folder.vault)) if due else None
     with one_thread(), torch.random.fork_rng(devices=[]):
         if prober:
             prober.write_pool()
-        for t in range(setup.config.rounds):
+        for t in range(federated.t, setup.config.rounds):
             if prober and t in due:
                 prober.probe_round(t, federated.server, federated.states, federated.memories)
             metrics, rows = federated.advance()
             folder.add_clients(rows)
             folder.add_metrics(metrics)
+            checkpoint.save(folder, federated.state())
             report(t, metrics)
     return federated

@@ -28,6 +28,8 @@ class Setup:
     net: Network
     algorithm: Algorithm[Any]
     channel: Channel
+    own_dataset: Dataset | None = None
+    """The dataset that was passed in place of the configured one."""
 
     @property
     def server_fresh(self) -> Items:
@@ -47,7 +49,7 @@ def prepare(config: TrainConfig, dataset: Dataset | None = None) -> Setup:
     """
     as_many_as_there_are = config.partition == "natural" and "clients" not in config.model_fields_set
     federation = build_federation(
-        dataset or load(config.data),
+        dataset or load(config.data, download=config.download),
         partition=config.partition,
         clients=None if as_many_as_there_are else config.clients,
         seed=config.seed,
@@ -59,7 +61,7 @@ def prepare(config: TrainConfig, dataset: Dataset | None = None) -> Setup:
     net, algorithm = rebuild(config, federation.input)
     _check_victims(config, federation)
     defenses = [_defense(text) for text in config.defense]
-    return Setup(config, federation, net, algorithm, Channel(algorithm.contract, defenses, config.seed))
+    return Setup(config, federation, net, algorithm, Channel(algorithm.contract, defenses, config.seed), dataset)
 
 
 def rebuild(config: TrainConfig, spec: InputSpec) -> tuple[Network, Algorithm[Any]]:

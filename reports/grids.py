@@ -1,0 +1,138 @@
+"""The page's tables: the frames of `tables` as text. A column is a head, and how a row is written there."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from pflsec.reports import tables
+from pflsec.reports.load import RunData
+from pflsec.reports.words import DASH, number, percent, with_interval
+
+Row = Mapping[str, Any]
+Cell = Callable[[Row], str]
+DIRECTIONS = {"down": "server to client", "up": "client to server", "private": "stays with the client"}
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table as text: heads are (title, whether numbers stand below)."""
+
+    heads: list[tuple[str, bool]]
+    rows: list[list[str]]
+
+
+def _grid(
+    rows: Sequence[Row], words: Mapping[str, Cell], numbers: Mapping[str, Cell], notes: Mapping[str, Cell] = {}
+) -> Grid:
+    """Return a grid of words, then numbers, then notes, which are words again."""
+    heads = [(head, part is numbers) for part in (words, numbers, notes) for head in part]
+    cells = [*words.values(), *numbers.values(), *notes.values()]
+    return Grid(heads, [[cell(row) for cell in cells] for row in rows])
+
+
+def _as(name: str, written: Callable[[Any], str] = str) -> Cell:
+    return lambda row: written(row[name])
+
+
+def _whole(value: float | None) -> str:
+    return DASH if value is None else f"{value:,.0f}"
+
+
+def accuracy(rows: Sequence[Row]) -> Grid:
+    """Return the accuracy table's rows as text."""
+    numbers = {
+        "round": _as("round", _whole),
+        "mean": _as("mean", percent),
+        "weighted": _as("weighted", percent),
+        "std": _as("std", percent),
+        "worst tenth": _as("worst10", percent),
+        "global": _as("global", lambda value: value if value == "none" else percent(value)),
+        "rounds": lambda row: f"{row['rounds']} of {row['rounds_planned']}",
+        "MB up": _as("mb_up", number),
+        "MB down": _as("mb_down", number),
+    }
+    if any(row["epsilon"] is not None for row in rows):
+        numbers["epsilon"] = _as("epsilon", lambda value: number(value, 2))
+    names = {"run": "run", "family": "family", "defenses": "defense", "at": "at"}
+    return _grid(rows, {head: _as(name) for head, name in names.items()}, numbers)
+
+
+def leakage(rows: Sequence[Row]) -> Grid:
+    """Return the leakage table's rows as text, what matters most first."""
+    words = {
+        "run": _as("run"),
+        "attack": _as("attack"),
+        "attacker": lambda row: f"{row['adversary']}, {row['knowledge']}",
+    }
+    numbers = {
+        "victims": _as("victims"),
+        "blind guess": _as("psnr_blind", number),
+        "median PSNR": _as("psnr_median", number),
+        "above blind [95 %]": _interval("excess_mean", "excess", number, "excess_note"),
+        f"≥ {tables.SUCCESS:.0f} dB [95 %]": _interval("success", "success", percent, "rate_note"),
+        "identified [95 %]": _interval("identified", "identified", percent, "rate_note"),
+        "labels right": _as("label_accuracy", percent),
+        "SSIM": _as("ssim", lambda value: number(value, 3)),
+        "LPIPS": lambda row: _lpips(row["lpips"], row["lpips_status"]),
+        "mean PSNR": _as("psnr_mean", number),
+        "max PSNR": _as("psnr_max", number),
+        "failed": _as("failures"),
+        "n/a": _as("not_applicable"),
+    }
+    notes = {
+        "private items": _as("hidden", lambda value: value or DASH),
+        "labels": _as("labels", lambda value: value or DASH),
+        "kind": _as("kind"),
+    }
+    return _grid(rows, words, numbers, notes)
+
+
+def _interval(name: str, ends: str, written: Callable[[float | None], str], note: str) -> Cell:
+    return lambda row: with_interval(
+        written(row[name]), written(row[f"{ends}_low"]), written(row[f"{ends}_high"]), row[note]
+    )
+
+
+def _lpips(value: float | None, status: str) -> str:
+    return number(value, 3) if value is not None or not status else f"n/a: {status}"
+
+
+def reasons(rows: Sequence[Row]) -> list[str]:
+    """Return why attacks did not apply, a line for each row of the leakage table where that happened."""
+    return [
+        f"{row['run']}, {row['attack']}: not applicable to {row['not_applicable']} of "
+        f"{row['not_applicable'] + row['victims']} victims: {row['reasons'].rstrip('.')}."
+        for row in rows
+        if row["not_applicable"]
+    ]
+
+
+def wire(run: RunData) -> Grid:
+    """Return the run's wire table as text."""
+    words: dict[str, Cell] = {
+        "direction": _as("direction", lambda value: DIRECTIONS.get(str(value), str(value))),
+        "item": lambda row: row["item"] + (" (if the settings ask for it)" if row["optional"] else ""),
+        "kind": lambda row: f"{row['kind']} {row['shape'] or ''}".strip(),
+    }
+    numbers = {"tensors": _as("tensors", _whole), "numbers": _as("numbers", _whole)}
+    return _grid(tables.records(tables.wire_table(run)), words, numbers)
+
+
+def configuration(run: RunData) -> Grid:
+    """Return the run's configuration table as text."""
+    words = {name: _as(name) for name in ("section", "name", "value")}
+    return _grid(tables.records(tables.configuration_table(run)), words, {})
+
+
+def differences(runs: Sequence[RunData], table: pd.DataFrame) -> Grid | None:
+    """Return the settings in which the runs differ, a column for each run; None where they do not."""
+    about = table[table["section"].isin(["options", "method", "data", "model"])]
+    order = about.set_index(["section", "name"]).index.unique()
+    wide = about.pivot(index=["section", "name"], columns="run", values="value").reindex(order).fillna(DASH)
+    differing = wide[wide.nunique(axis=1) > 1][[run.name for run in runs]]
+    if differing.empty:
+        return None
+    rows = tables.records(differing.reset_index())
+    return _grid(rows, {"setting": _as("name"), **{run.name: _as(run.name) for run in runs}}, {})

@@ -1,0 +1,278 @@
+"""Runs as data frames of plain numbers: accuracies in [0, 1], PSNR in dB, sizes in MB of 10^6 bytes.
+
+A missing number is NaN, and a column beside it says why.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pandas as pd
+
+from pflsec.core.files import to_json
+from pflsec.core.statistics import FEWEST, TOO_FEW, summary, wilson
+from pflsec.reports.load import SCORES, AttackData, RunData
+
+SUCCESS = 20.0  # dB; from here on a reconstruction counts as a success
+CLAIM = 20  # victims; below that a number illustrates, and supports no claim
+NOT_APPLICABLE = "not-applicable"
+FAILED = ("diverged", "nonfinite")
+MEASURES = {
+    "mean": "personal_accuracy_mean",
+    "weighted": "personal_accuracy_weighted",
+    "std": "personal_accuracy_std",
+    "worst10": "personal_accuracy_worst10",
+    "global": "global_accuracy",
+}
+ACCURACY = (
+    "run",
+    "algo",
+    "family",
+    "defense",
+    "state",
+    "at",
+    "round",
+    *MEASURES,
+    "rounds",
+    "rounds_planned",
+    "mb_up",
+    "mb_down",
+    "epsilon",
+)
+SETTING = ("attack", "adversary", "knowledge", "hidden", "kind")
+LEAKAGE = (
+    "run",
+    "algo",
+    "family",
+    "defense",
+    "attack_id",
+    *SETTING,
+    "labels",
+    "batch",
+    "steps",
+    "victims",
+    "clients",
+    "failures",
+    "not_applicable",
+    "reasons",
+    "psnr_median",
+    "psnr_q25",
+    "psnr_q75",
+    "psnr_mean",
+    "psnr_max",
+    "psnr_blind",
+    "excess_mean",
+    "excess_low",
+    "excess_high",
+    "excess_note",
+    "ssim",
+    "ssim_variant",
+    "lpips",
+    "lpips_status",
+    "label_accuracy",
+    "identified",
+    "identified_low",
+    "identified_high",
+    "success",
+    "success_low",
+    "success_high",
+    "rate_note",
+    "state",
+)
+
+
+def accuracy_table(runs: Iterable[RunData]) -> pd.DataFrame:
+    """Return two rows a run, `at` = final and best (by mean personal accuracy); an untested run has one.
+
+    mean, std and worst10 are over clients, weighted is over test rows; global is the word none where the
+    method has no global model; mb_up and mb_down are totals of all rounds.
+    """
+    return pd.DataFrame([row for run in runs for row in _accuracies(run)], columns=list(ACCURACY))
+
+
+def _accuracies(run: RunData) -> list[dict[str, Any]]:
+    metrics, manifest = run.metrics, run.manifest
+    common = {
+        "run": run.name,
+        "algo": manifest["algorithm"]["key"],
+        "family": manifest["algorithm"]["family"],
+        "defense": defense_of(run),
+        "state": manifest["state"],
+        "rounds": len(metrics),
+        "rounds_planned": run.config.get("rounds"),
+        "mb_up": metrics["bytes_up"].sum() / 1e6,
+        "mb_down": metrics["bytes_down"].sum() / 1e6,
+        "epsilon": metrics["epsilon"].max(),
+    }
+    tested = metrics.dropna(subset=[MEASURES["mean"]])
+    if tested.empty:
+        return [common | {"at": "final"}]
+    places = {
+        "final": tested.iloc[-1],
+        "best": tested.iloc[int(tested[MEASURES["mean"]].to_numpy().argmax())],
+    }
+    return [common | {"at": at, "round": int(place["round"])} | _measures(place) for at, place in places.items()]
+
+
+def _measures(place: pd.Series) -> dict[str, Any]:
+    found = {name: place[column] for name, column in MEASURES.items()}
+    return found | {"global": "none" if pd.isna(found["global"]) else found["global"]}
+
+
+def defense_of(run: RunData) -> str:
+    """Return the run's defenses in their order, joined by +, or none."""
+    return "+".join(map(str, run.config.get("defense") or [])) or "none"
+
+
+def leakage_table(runs: Iterable[RunData]) -> pd.DataFrame:
+    """Return a row for every run, attack and setting of it (SETTING).
+
+    victims         attacked victim batches, the unit of every number; failures count with the PSNR they have
+    not_applicable  victims on which the attack had nothing to work; `reasons` says why
+    psnr_*          of the capped PSNR; psnr_blind is the median of the guess made without any message
+    excess_*        mean PSNR above that guess, with the 95% interval, clients being resampled whole
+    *_low, *_high   95% Wilson intervals of shares of victims; excess_note and rate_note: why there is none
+    """
+    rows = [row for run in runs for attack in run.attacks for row in _leakages(run, attack)]
+    return pd.DataFrame(rows, columns=list(LEAKAGE))
+
+
+def _leakages(run: RunData, attack: AttackData) -> list[dict[str, Any]]:
+    scores = _settled(attack)
+    fixed = {
+        "run": run.name,
+        "algo": run.manifest["algorithm"]["key"],
+        "family": run.manifest["algorithm"]["family"],
+        "defense": defense_of(run),
+        "attack_id": attack.id,
+        "state": attack.meta["state"],
+    }
+    return [
+        fixed | dict(zip(SETTING, key, strict=True)) | _leakage(group)
+        for key, group in scores.groupby(list(SETTING), sort=True, dropna=False)
+        if isinstance(key, tuple)
+    ]
+
+
+def _settled(attack: AttackData) -> pd.DataFrame:
+    """Return the scores; victims that could not be attacked get the others' commonest `hidden`.
+
+    Nothing was treated there, so they would else stand apart from the row to which they belong.
+    """
+    scores = attack.scores.copy()
+    absent = scores["status"] == NOT_APPLICABLE
+    usual = scores.loc[~absent, "hidden"].mode()
+    scores.loc[absent, "hidden"] = "" if usual.empty else str(usual.iloc[0])
+    return scores
+
+
+def _leakage(group: pd.DataFrame) -> dict[str, Any]:
+    tried = group[group["status"] != NOT_APPLICABLE]
+    reasons = group.loc[group["status"] == NOT_APPLICABLE, "reason"].replace("", "no reason given")
+    scored = tried.dropna(subset=["psnr_capped"])
+    psnr = scored["psnr_capped"]
+    return {
+        "labels": _common(tried["labels"]),
+        "batch": group["batch"].max(),
+        "steps": group["steps"].max(),
+        "victims": len(tried),
+        "clients": tried["client"].nunique(),
+        "failures": int((tried["status"].isin(FAILED) | tried["attack_valid"].eq(False).fillna(False)).sum()),
+        "not_applicable": len(reasons),
+        "reasons": "; ".join(sorted(set(reasons))),
+        "psnr_median": psnr.median(),
+        "psnr_q25": psnr.quantile(0.25),
+        "psnr_q75": psnr.quantile(0.75),
+        "psnr_mean": psnr.mean(),
+        "psnr_max": psnr.max(),
+        "psnr_blind": tried["psnr_blind"].median(),
+        **_excess(scored.dropna(subset=["excess_psnr"])),
+        "ssim": tried["ssim"].mean(),
+        "ssim_variant": _common(tried["ssim_variant"]),
+        "lpips": tried["lpips"].mean(),
+        "lpips_status": _common(tried["lpips_status"]),
+        "label_accuracy": tried["label_correct"].mean(),
+        **_share("identified", tried["identified"].dropna()),
+        **_share("success", (psnr >= SUCCESS).astype(float)),
+        "rate_note": "" if len(tried) >= FEWEST else TOO_FEW,
+    }
+
+
+def _excess(scored: pd.DataFrame) -> dict[str, Any]:
+    """Return the mean excess over the blind guess and its interval, or the reason why there is none."""
+    found = summary(scored["excess_psnr"].to_numpy(float), scored["client"].tolist())
+    interval = found["ci"] if found["n"] else "no reconstruction"
+    low, high, note = (None, None, interval) if isinstance(interval, str) else (*interval, "")
+    return {"excess_mean": found["mean"], "excess_low": low, "excess_high": high, "excess_note": note}
+
+
+def _share(name: str, hits: pd.Series) -> dict[str, Any]:
+    """Return the mean of hits in [0, 1], and its Wilson interval from 5 victims on."""
+    low, high = wilson(float(hits.sum()), len(hits)) if len(hits) >= FEWEST else (None, None)
+    return {name: hits.mean(), f"{name}_low": low, f"{name}_high": high}
+
+
+def _common(texts: pd.Series) -> str:
+    """Return what all victims say, or all that they say."""
+    return ", ".join(sorted(set(texts) - {""}))
+
+
+def victims_table(runs: Iterable[RunData]) -> pd.DataFrame:
+    """Return every run's scores, a row for each victim batch, under the run's name and the attack's id."""
+    tables = [
+        attack.scores.assign(run=run.name, attack_id=attack.id)
+        for run in runs
+        for attack in run.attacks
+        if not attack.scores.empty
+    ]
+    columns = ["run", "attack_id", *(name for name in SCORES if name != "run")]
+    return pd.concat(tables, ignore_index=True)[columns] if tables else pd.DataFrame(columns=columns)
+
+
+def wire_table(run: RunData) -> pd.DataFrame:
+    """Return what crosses the wire, down then up, and what stays private, an item or part a row."""
+    columns = ["direction", "item", "kind", "optional", "shape", "tensors", "numbers"]
+    table = pd.DataFrame([dict(row) for row in run.manifest["wire"]]).reindex(columns=columns)
+    table.insert(0, "run", run.name)
+    return table
+
+
+def configuration_table(run: RunData) -> pd.DataFrame:
+    """Return everything that defines the run: section, name, and value as text."""
+    manifest = run.manifest
+    data, model = manifest["data"], manifest["model"]
+    about = ("state", "reason", "started", "finished", "seed", "device", "threads", "git")
+    sections: dict[str, dict[str, Any]] = {
+        "run": {name: manifest.get(name) for name in about},
+        "options": {k: v for k, v in run.config.items() if k != "settings"},
+        "method": manifest["algorithm"]["settings"],
+        "data": {
+            "name": data["name"],
+            "source": data.get("source"),
+            **data["input"],
+            "partition": data.get("partition"),
+        },
+        "model": {name: model.get(name) for name in ("name", "split", "parameters")},
+        "captures": manifest["captures"],
+        "privacy": manifest.get("dp") or {},
+        "versions": manifest["versions"],
+    }
+    rows = [
+        {"run": run.name, "section": section, "name": name, "value": as_text(value)}
+        for section, values in sections.items()
+        for name, value in values.items()
+    ]
+    return pd.DataFrame(rows, columns=["run", "section", "name", "value"])
+
+
+def as_text(value: Any) -> str:
+    """Return a configured value as text: none for None, JSON for lists and tables."""
+    if value is None:
+        return "none"
+    return value if isinstance(value, str) else to_json(value, indent=None)
+
+
+def records(table: pd.DataFrame) -> list[dict[str, Any]]:
+    """Return a table's rows as plain Python values; every missing one is None."""
+    columns = [str(name) for name in table.columns]
+    rows: Sequence[Sequence[Any]] = table.astype(object).to_numpy().tolist()
+    return [{name: None if pd.isna(v) else v for name, v in zip(columns, row, strict=True)} for row in rows]

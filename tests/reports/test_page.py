@@ -1,0 +1,273 @@
+"""The page: what it says, that it needs nothing else, trusts nothing, and shows no image that was to be left out."""
+
+import base64
+import csv
+import json
+import re
+import shlex
+import shutil
+from html.parser import HTMLParser
+
+import pytest
+
+from pflsec.core.errors import RunError
+from pflsec.core.files import read_json, write_json
+from pflsec.reports import words
+from pflsec.reports.load import load_run
+from pflsec.reports.page import write
+from tests.reports.runs import CAPTURES, MISSING, not_applicable, score, write_attack, write_run
+
+
+class Seen(HTMLParser):
+    """A page's elements with their attributes, and its text."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str]]] = []
+        self.words: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, {name: value or "" for name, value in attrs}))
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+    def all(self, tag):
+        return [attributes for name, attributes in self.elements if name == tag]
+
+    @property
+    def text(self):
+        return " ".join(" ".join(self.words).split())
+
+
+def seen(page) -> Seen:
+    return Seen(page.read_text(encoding="utf8"))
+
+
+def change(path, **changes):
+    write_json(path / "run.json", read_json(path / "run.json", "") | changes)
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    """A report of two runs: one leaks, one cannot be attacked by idlg."""
+    home = tmp_path_factory.mktemp("runs")
+    rep, avg = write_run(home / "rep"), write_run(home / "avg", algo="fedavg", common=0.4)
+    write_attack(rep, [score(rep, c) for c in CAPTURES])
+    write_attack(rep, [score(rep, c, knowledge="oracle", hidden="oracle", psnr=45.0) for c in CAPTURES[:2]], number="2")
+    write_attack(avg, [not_applicable(avg, c, "no layer's bias is sent", "idlg") for c in CAPTURES], "idlg")
+    return write([rep, avg], home / "out")
+
+
+def test_the_page_needs_no_network_and_no_other_file(report):
+    page = seen(report)
+    assert not page.all("script")
+    assert not page.all("link")
+    for tag, attributes in page.elements:
+        for name in ("src", "srcset", "data", "action", "poster", "xlink:href"):
+            assert attributes.get(name, "data:").startswith("data:"), (tag, name)
+        assert re.match(r"#|tables/", attributes.get("href", "#")), tag
+        assert not any(name.startswith("on") for name in attributes)
+    text = report.read_text()
+    assert "@import" not in text
+    assert "url(" not in text
+    assert any("default-src 'none'" in attributes.get("content", "") for attributes in page.all("meta"))
+    for attributes in page.all("img"):
+        kind, _, data = attributes["src"].partition(";base64,")
+        assert base64.b64decode(data).startswith(b"\x89PNG" if kind == "data:image/png" else b"<?xml")
+
+
+def test_the_page_is_well_made(report):
+    page = seen(report)
+    assert len(page.all("h1")) == 1
+    assert page.all("html")[0]["lang"] == "en"
+    assert all(len(attributes["alt"]) > 20 for attributes in page.all("img"))
+    ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    assert {attributes["href"][1:] for attributes in page.all("a") if attributes["href"][0] == "#"} == set(ids)
+    assert len(page.all("table")) == report.read_text().count('<div class="scroll" ')
+
+
+def test_the_page_says_what_was_found(report):
+    text = seen(report).text
+    for words_found in (
+        "Mean personal accuracy is 70.0 % after 3 of 3 rounds; the worst tenth of the clients has 45.0 %.",
+        "has 45.0 %, the global model 40.0 %.",
+        "Worst attack on what the wire shows: dlg by the server, median PSNR 30.0 dB over 12 victims, on average "
+        "18.0 dB above a blind guess (95 % interval 18.0 to 18.0); 100.0 % of the victims identified.",
+        "With oracle knowledge, which goes beyond the wire: dlg by the server, median PSNR 45.0 dB",
+        "Fewer than 20 victims: this illustrates, and supports no claim.",
+        "No attack on what the wire shows gave an image.",
+        "avg, idlg: not applicable to 12 of 12 victims: no layer's bias is sent.",
+        "Never sent: head.*.",
+        "private items are unknowns, optimised together with the data",
+        "the server, which follows the protocol and reads all that it receives",
+        "Probes were attacked (small batches), not the real uploads",
+        "rep: messages of 3 of 4 clients were captured, in rounds 0, 2.",
+        "n/a: weights-missing",
+    ):
+        assert words_found in text
+    assert text.count(MISSING["remedy"]) == 1
+
+
+def test_tables_and_figures_are_files_too(report):
+    out = report.parent
+    for name in ("accuracy", "leakage", "victims", "wire", "configuration"):
+        rows = json.loads((out / "tables" / f"{name}.json").read_text(), parse_constant=pytest.fail)
+        with (out / "tables" / f"{name}.csv").open() as file:
+            assert len(list(csv.DictReader(file))) == len(rows) > 0
+    names = {path.name for path in (out / "figures").iterdir()}
+    assert {"accuracy-leakage.png", "accuracy-leakage.svg", "learning-curves.png", "learning-curves.svg"} <= names
+    assert "gallery-01-rep-dlg-1a2b3c4d.svg" in names
+
+
+def test_the_page_names_no_folder_of_this_machine(report):
+    assert str(report.parents[1]) not in report.read_text()
+
+
+def test_the_page_repeats_itself(tmp_path):
+    run = write_run(tmp_path / "rep", captures=CAPTURES[:2])
+    write_attack(run, [score(run, c) for c in CAPTURES[:2]])
+    first, second = (write([run], tmp_path / name) for name in ("one", "two"))
+    assert first.read_text() == second.read_text()
+
+
+def test_names_and_reasons_are_text_and_never_markup(tmp_path):
+    evil = "<script>alert(1)</script>"
+    run = write_run(tmp_path / "<img src=x onerror=alert(1)>", state="failed", reason=evil)
+    manifest = read_json(run / "run.json", "")
+    manifest["algorithm"] |= {"title": evil, "family": evil, "settings": {evil: evil}}
+    manifest["data"] |= {"class_names": [evil] * 10, "name": evil}
+    manifest["wire"][0] |= {"item": evil, "kind": evil}
+    manifest["config"] |= {"data": evil, "defense": [evil]}
+    write_json(run / "run.json", manifest)
+    rows = [score(run, c, adversary=evil, hidden=evil, labels=evil) for c in CAPTURES[:5]]
+    rows += [not_applicable(run, c, evil) for c in CAPTURES[5:]]
+    lpips = {"name": evil, "status": evil, "remedy": evil}
+    threat = {"adversary": evil, "knowledge": evil, "knows": [evil]}
+    write_attack(run, rows, number=" onload=x", attack="dlg", lpips=lpips, threat_model=threat, title=evil)
+    page = write([run], tmp_path / "out")
+    found = seen(page)
+    assert not found.all("script")
+    assert all(a["src"].startswith("data:") for a in found.all("img"))
+    assert "<script" not in page.read_text()
+    assert found.text.count(evil) > 10
+
+
+def test_without_originals_no_image_of_a_victim_is_needed_or_shown(tmp_path):
+    run = write_run(tmp_path / "rep")
+    folder = write_attack(run, [score(run, c) for c in CAPTURES[:3]])
+    out = tmp_path / "out"
+    with_pictures = seen(write([run], out))
+    assert sum(a["src"].startswith("data:image/png") for a in with_pictures.all("img")) == 1
+    # Nothing of it can be shown: it is not there any more.
+    shutil.rmtree(run / "vault")
+    (folder / "reconstructions.safetensors").unlink()
+    without = seen(write([run], out, originals=False))
+    assert not any(a["src"].startswith("data:image/png") for a in without.all("img"))
+    assert "Pictures of the victims' images were left out on request" in without.text
+    assert not list((out / "figures").glob("gallery*"))
+    assert len(without.all("img")) == 2
+
+
+def test_a_run_without_its_vault_still_has_a_page(tmp_path):
+    run = write_run(tmp_path / "rep")
+    write_attack(run, [score(run, c) for c in CAPTURES[:2]])
+    shutil.rmtree(run / "vault")
+    assert "The run's vault, which holds the originals, is not there" in seen(write([run], tmp_path / "out")).text
+
+
+def test_a_run_without_attacks_says_how_to_attack_it(tmp_path):
+    page = seen(write([write_run(tmp_path / "my run")], tmp_path / "out"))
+    assert "No attack has been run, so nothing is known of what the messages give away." in page.text
+    assert "pflsec attack dlg 'my run'" in page.text
+    assert "No run has both an accuracy and a reconstruction." in page.text
+    assert "Nothing was attacked, so everything is open." in page.text
+
+
+def test_a_run_without_captures_says_how_to_get_some(tmp_path):
+    run = write_run(tmp_path / "rep", captures=())
+    change(run, captures={"rounds": [], "clients": [], "victims": 4, "batch": 1, "steps": 1, "kind": "probe"})
+    text = seen(write([run], tmp_path / "out")).text
+    assert "captured no messages, so nothing can be attacked. Train it again with --capture-rounds" in text
+    assert "pflsec attack" not in text
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        ("failed", "The run failed: round 0: item 'body' is not finite. To train it again, see How to repeat."),
+        ("interrupted", "pflsec train --resume rep"),
+        ("running", "The run has not been closed"),
+    ],
+)
+def test_a_run_that_did_not_end_well_says_so(tmp_path, state, said):
+    run = write_run(tmp_path / "rep", accuracies=(), state=state, reason="round 0: item 'body' is not finite")
+    text = seen(write([run], tmp_path / "out")).text
+    assert said in text
+    assert "No round has been tested, so there is no accuracy." in text
+
+
+def test_few_victims_are_too_few_for_an_interval(tmp_path):
+    run = write_run(tmp_path / "rep")
+    write_attack(run, [score(run, c) for c in CAPTURES[:4]])
+    text = seen(write([run], tmp_path / "out", originals=False)).text
+    assert "18.0 dB above a blind guess (n too small)" in text
+    assert "100.0 % (n too small)" in text
+    assert "nothing follows from this number alone" in text
+
+
+def test_what_does_not_rise_above_a_blind_guess_is_not_called_a_leak(tmp_path):
+    run = write_run(tmp_path / "rep")
+    write_attack(run, [score(run, c, psnr=12.0 + (i % 2) - 0.5) for i, c in enumerate(CAPTURES)])
+    text = seen(write([run], tmp_path / "out", originals=False)).text
+    assert "That is not distinguishable from a guess without any message" in text
+    assert "the messages leak" not in text
+
+
+def test_runs_that_differ_in_more_than_the_method_are_flagged(tmp_path):
+    one, two = write_run(tmp_path / "one"), write_run(tmp_path / "two", accuracies=(0.5, 0.6))
+    data = read_json(two / "run.json", "")["data"]
+    change(two, data=data | {"partition": "other"})
+    text = seen(write([one, two], tmp_path / "out")).text
+    assert "Not everything is equal here: partition, number of rounds. Compare with care." in text
+    assert "Where the runs differ" in text
+
+
+def test_the_commands_hold_every_setting(tmp_path):
+    run = write_run(tmp_path / "rep")
+    config = read_json(run / "run.json", "")["config"]
+    change(run, config=config | {"data": "npz:my file.npz", "defense": ["dp-sgd:epsilon=8", "prune:keep=0.1"]})
+    write_attack(run, [score(run, c) for c in CAPTURES])
+    train, attack, report = (
+        shlex.split(line) for line in words.commands(load_run(run)).replace("\\\n", " ").splitlines()
+    )
+    options = " ".join(train)
+    assert train[:2] == ["pflsec", "train"]
+    assert train[train.index("--data") + 1] == "npz:my file.npz"
+    assert "--defense dp-sgd:epsilon=8 --defense prune:keep=0.1 --set head_epochs=10 --set head_lr=none" in options
+    assert "--capture-rounds first,last" in options
+    assert "--split" not in train
+    assert train[-2:] == ["--name", "rep"]
+    assert attack[:4] == ["pflsec", "attack", "dlg", "rep"]
+    said = " ".join(attack)
+    assert "--adversary server --knowledge wire --rounds 0,2 --clients 0,1,2 --kind probe" in said
+    assert "--iterations 100 --restarts 8 --labels restore --hidden auto --set tv=1e-06 --lpips alex --seed 0" in said
+    assert report == ["pflsec", "report", "rep"]
+
+
+def test_damage_stops_the_report(tmp_path):
+    run = write_run(tmp_path / "rep")
+    (run / "run.json").write_text("{")
+    with pytest.raises(RunError, match="damaged or truncated"):
+        write([run], tmp_path / "out")
+    with pytest.raises(RunError, match="at least one run"):
+        write([], tmp_path / "out")
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    run = write_run(tmp_path / "rep")
+    (tmp_path / "out").write_text("a file")
+    with pytest.raises(RunError, match="cannot write"):
+        write([run], tmp_path / "out")

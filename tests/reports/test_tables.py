@@ -1,0 +1,178 @@
+"""Tables against numbers worked out by hand."""
+
+import math
+
+import pandas as pd
+import pytest
+
+from pflsec.core.files import read_json, write_json
+from pflsec.reports.load import load_run, load_runs
+from pflsec.reports.tables import (
+    accuracy_table,
+    configuration_table,
+    leakage_table,
+    records,
+    victims_table,
+    wire_table,
+)
+from tests.reports.runs import CAPTURES, not_applicable, score, write_attack, write_run
+
+
+def leakage_of(path, rows, **changes):
+    write_attack(path, rows, **changes)
+    return records(leakage_table([load_run(path)]))
+
+
+@pytest.fixture
+def run(tmp_path):
+    return write_run(tmp_path / "fedrep")
+
+
+def test_accuracy_of_the_final_and_the_best_round(run):
+    """Rounds reach 0.5, 0.75, 0.7: final is round 2, best round 1; 3 rounds of 1.5 MB up and 2 MB down."""
+    final, best = records(accuracy_table([load_run(run)]))
+    assert (final["at"], final["round"], best["at"], best["round"]) == ("final", 2, "best", 1)
+    assert [final[k] for k in ("mean", "weighted", "std", "worst10")] == pytest.approx([0.7, 0.75, 0.1, 0.45])
+    assert [best[k] for k in ("mean", "weighted", "std", "worst10")] == pytest.approx([0.75, 0.8, 0.1, 0.5])
+    assert final["global"] == best["global"] == "none"
+    assert (final["mb_up"], final["mb_down"], final["rounds"], final["rounds_planned"]) == (4.5, 6.0, 3, 3)
+    assert (final["epsilon"], final["defense"], final["family"]) == (None, "none", "model_splitting")
+
+
+def test_accuracy_with_a_global_model_and_rounds_without_a_test(tmp_path):
+    path = write_run(tmp_path / "fedavg", accuracies=(0.5, None, 0.6, None), common=0.4)
+    final, best = records(accuracy_table([load_run(path)]))
+    assert (final["round"], final["mean"], final["global"], best["round"]) == (2, 0.6, 0.4, 2)
+    assert (final["rounds"], final["rounds_planned"]) == (4, 3)
+
+
+def test_a_run_without_a_tested_round_has_one_row_without_numbers(tmp_path):
+    path = write_run(tmp_path / "young", accuracies=())
+    (row,) = records(accuracy_table([load_run(path)]))
+    assert (row["mean"], row["global"], row["round"], row["rounds"], row["mb_up"]) == (None, None, None, 0, 0.0)
+
+
+def test_leakage_by_hand(run):
+    """PSNR 10 20 30 40 inf 5: capped at 100 the sum is 205, the middle pair 20 and 30; 4 of 6 reach 20 dB.
+
+    Wilson for 4 of 6: centre (4/6 + z2/12)/(1 + z2/6), z2 = 3.841459: 0.601611, half width 0.301618.
+    """
+    psnr = (10.0, 20.0, 30.0, 40.0, math.inf, 5.0)
+    rows = [score(run, c, psnr=p) for c, p in zip(CAPTURES[:6], psnr, strict=True)]
+    rows[5] |= {"status": "nonfinite", "identified": 0.0, "label_correct": 0.0, "ssim": 0.3}
+    rows[4] |= {"attack_valid": False}
+    (row,) = leakage_of(run, rows)
+    assert (row["victims"], row["clients"], row["failures"], row["not_applicable"]) == (6, 3, 2, 0)
+    assert (row["psnr_median"], row["psnr_mean"], row["psnr_max"]) == pytest.approx((25.0, 205 / 6, 100.0))
+    assert (row["psnr_q25"], row["psnr_q75"], row["psnr_blind"]) == pytest.approx((12.5, 37.5, 12.0))
+    assert row["excess_mean"] == pytest.approx(205 / 6 - 12)
+    assert (row["success"], row["identified"], row["label_accuracy"]) == pytest.approx((4 / 6, 5 / 6, 5 / 6))
+    assert (row["success_low"], row["success_high"]) == pytest.approx((0.299993, 0.903229), abs=1e-6)
+    assert row["ssim"] == pytest.approx((5 * 0.9 + 0.3) / 6)
+    assert (row["lpips"], row["lpips_status"], row["rate_note"]) == (None, "weights-missing", "")
+
+
+def test_the_interval_draws_whole_clients(run):
+    """Two clients, always 10 and 20 dB above blind: two drawn clients have means 10, 15 or 20, the ends 1/4 each.
+
+    Victims drawn one by one would give a narrower interval.
+    """
+    chosen = [c for c in CAPTURES if "-c02-" not in c]
+    rows = [score(run, c, psnr=12.0 + (10 if "-c00-" in c else 20)) for c in chosen]
+    (row,) = leakage_of(run, rows)
+    assert (row["victims"], row["excess_mean"]) == (8, 15.0)
+    assert (row["excess_low"], row["excess_high"], row["excess_note"]) == (10.0, 20.0, "")
+
+
+def test_one_client_alone_gives_no_interval(run):
+    captures = [f"r{t:03d}-c00-v0-probe" for t in range(6)]
+    other = write_run(run.parent / "other", captures=captures)
+    (row,) = leakage_of(other, [score(other, c) for c in captures])
+    assert (row["excess_low"], row["excess_note"], row["rate_note"]) == (None, "one client only", "")
+
+
+def test_below_five_victims_there_are_no_intervals(run):
+    (row,) = leakage_of(run, [score(run, c) for c in CAPTURES[:4]])
+    assert (row["victims"], row["excess_mean"]) == (4, 18.0)
+    assert [row[k] for k in ("excess_low", "success_low", "identified_low")] == [None] * 3
+    assert row["excess_note"] == row["rate_note"] == "n too small"
+
+
+def test_victims_without_anything_to_attack_are_counted_with_their_reason(run):
+    rows = [score(run, c) for c in CAPTURES[:8]]
+    rows += [not_applicable(run, c, "no bias on the wire") for c in CAPTURES[8:11]]
+    rows += [not_applicable(run, CAPTURES[11], "")]
+    (row,) = leakage_of(run, rows)
+    assert (row["victims"], row["not_applicable"], row["hidden"]) == (8, 4, "joint")
+    assert row["reasons"] == "no bias on the wire; no reason given"
+    assert (row["psnr_mean"], row["identified"]) == (30.0, 1.0)
+
+
+def test_an_attack_that_never_applied_has_a_row_without_numbers(run):
+    (row,) = leakage_of(run, [not_applicable(run, c, "nothing is sent") for c in CAPTURES])
+    assert (row["victims"], row["not_applicable"], row["reasons"]) == (0, 12, "nothing is sent")
+    assert [row[k] for k in ("psnr_median", "excess_mean", "identified", "success", "ssim")] == [None] * 5
+    assert row["excess_note"] == "no reconstruction"
+
+
+def test_labels_alone_are_leakage_without_an_image(run):
+    rows = [score(run, c, psnr=None, identified=None, ssim=None, ssim_variant="no-reconstruction") for c in CAPTURES]
+    (row,) = leakage_of(run, rows)
+    assert (row["victims"], row["psnr_median"], row["success"]) == (12, None, None)
+    assert row["label_accuracy"] == 1.0
+
+
+def test_treatments_of_private_items_are_rows_and_those_of_labels_are_not(run):
+    rows = [score(run, c, hidden="log" if c.startswith("r000") else "joint") for c in CAPTURES]
+    rows[0]["labels"] = "optimise"
+    first, second = leakage_of(run, rows)
+    assert (first["hidden"], first["victims"], first["labels"]) == ("joint", 6, "restore")
+    assert (second["hidden"], second["victims"], second["labels"]) == ("log", 6, "optimise, restore")
+
+
+def test_batches_count_once_each(tmp_path):
+    run = write_run(tmp_path / "fedrep", batch=3)
+    rows = [score(run, c, batch=3, label_true="0 1 2", label_found="0 1 5", label_correct=2 / 3) for c in CAPTURES]
+    (row,) = leakage_of(run, rows)
+    assert (row["victims"], row["batch"], row["label_accuracy"]) == (12, 3, pytest.approx(2 / 3, abs=1e-5))
+
+
+def test_victims_come_under_the_runs_name_and_the_attacks_id(run):
+    write_attack(run, [score(run, c) | {"run": "another"} for c in CAPTURES])
+    table = victims_table([load_run(run)])
+    assert (len(table), set(table["run"]), set(table["attack_id"])) == (12, {"fedrep"}, {"dlg-1a2b3c4d"})
+    assert victims_table([]).empty
+
+
+def test_wire_and_configuration(run):
+    loaded = load_run(run)
+    wire = records(wire_table(loaded))
+    assert [(r["direction"], r["item"], r["numbers"]) for r in wire] == [
+        ("down", "body.*", 183680),
+        ("up", "body.*", 183680),
+        ("up", "num_samples", None),
+        ("private", "head.*", 5130),
+    ]
+    said = {(r["section"], r["name"]): r["value"] for r in records(configuration_table(loaded))}
+    assert said["options", "lr"] == "0.05"
+    assert said["options", "split"] == said["run", "reason"] == "none"
+    assert said["data", "mean"] == "[0.3]"
+    assert said["method", "head_epochs"] == "10"
+    assert said["versions", "torch"] == "2.14.1"
+    assert ("options", "settings") not in said
+
+
+def test_several_runs_share_the_tables(run):
+    other = write_run(run.parent / "fedavg", algo="fedavg", common=0.3)
+    config = read_json(other / "run.json", "")
+    write_json(other / "run.json", config | {"config": config["config"] | {"defense": ["dp-sgd:epsilon=8", "prune"]}})
+    for path in (run, other):
+        write_attack(path, [score(path, c) for c in CAPTURES])
+    runs = load_runs([run, other])
+    assert accuracy_table(runs)["run"].tolist() == ["fedrep", "fedrep", "fedavg", "fedavg"]
+    assert leakage_table(runs)["defense"].tolist() == ["none", "dp-sgd:epsilon=8+prune"]
+
+
+def test_records_are_plain_values():
+    table = pd.DataFrame({"a": pd.array([1, None], dtype="Int64"), "b": [math.nan, 2.5], "c": ["x", None]})
+    assert records(table) == [{"a": 1, "b": None, "c": "x"}, {"a": None, "b": 2.5, "c": None}]

@@ -19,11 +19,20 @@ def from_label_set(cap: Capture, rng: torch.Generator) -> Tensor | None:
     return torch.cat([held, repeats])[: cap.count].sort().values
 
 
+def from_label_counts(cap: Capture) -> Tensor | None:
+    """Return labels int64 [B] from a label histogram on the wire, or None without one."""
+    counts = cap.label_counts
+    if counts is None or int(counts.sum()) != cap.count:
+        return None
+    return torch.repeat_interleave(torch.arange(len(counts)), counts)
+
+
 def of_one_image(cap: Capture) -> Tensor | None:
     """Return the label of a batch of one, int64 [1], from the gradient of the last linear layer; None if it is not sent.
 
     Under cross entropy that layer's bias has gradient softmax - onehot: negative for the label alone (Zhao et al. 2020).
-    Without a bias, the label's weight row points away from every other row; with features >= 0, its sum is negative.
+    Without a bias, the label's weight row points away from every other row. Two rows always point away from each other:
+    there the label's is the negative one, provided that features are >= 0, as after ReLU.
     """
     if cap.count != 1 or cap.last_layer is None:
         return None
@@ -32,6 +41,8 @@ def of_one_image(cap: Capture) -> Tensor | None:
         return bias.argmin()[None]
     if weight is None:
         return None
+    if len(weight) == 2:
+        return weight.sum(1).argmin()[None] if bool((weight <= 0).all(1).any()) else None
     agreement = weight @ weight.T
     against = (agreement - torch.diag(agreement.diagonal())).sum(1)
     return against.argmin()[None]

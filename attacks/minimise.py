@@ -65,7 +65,7 @@ class Best:
 def descend(loss: Loss, start: Free, plans: Sequence[Plan], box: tuple[Tensor, Tensor]) -> Best:
     """Return the best iterate found from `start` by following the plans in turn, until one converges.
 
-    box  lowest and highest values of x, applied after every step of Adam
+    box  lowest and highest values of x, between which Adam keeps it
     """
     best = Best()
     for plan in plans:
@@ -122,6 +122,8 @@ def _adam(loss: Loss, free: Free, plan: Plan, best: Best, box: tuple[Tensor, Ten
     optimiser = torch.optim.Adam(groups)
     stages = [round(share * plan.iterations) for share in plan.decay_at]
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimiser, stages, gamma=0.1)
+    with torch.no_grad():
+        free["x"].clamp_(*box)
     for step in range(plan.iterations):
         now = float(_evaluate(loss, free, best))
         if step % max(1, plan.iterations // TRACE) == 0:
@@ -139,11 +141,12 @@ def _adam(loss: Loss, free: Free, plan: Plan, best: Best, box: tuple[Tensor, Ten
 
 def _verdict(now: float, free: Free, best: Best, plan: Plan) -> Status | None:
     """Return how the descent ended, or None to go on."""
-    if not math.isfinite(now):
-        return "nonfinite"
     if best.objective < plan.tolerance:
         return "converged"
+    furthest = float(free["x"].detach().abs().max())
+    if not math.isfinite(now + furthest):
+        return "nonfinite"
     started = best.first if best.first is not None else now
-    if plan.optimiser == "lbfgs" and (now > BLOW_UP * max(started, 1e-12) or float(free["x"].detach().abs().max()) > FAR):
+    if plan.optimiser == "lbfgs" and (now > BLOW_UP * max(started, 1e-12) or furthest > FAR):
         return "diverged"
     return None

@@ -13,27 +13,15 @@ Objective = Callable[[Items], Tensor]
 EPS = 1e-30
 
 
-def _sums(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return <a, b>, |a|^2, |b|^2 over all items as one vector. float32 sums hide the last part of a descent."""
-    same_names(a, b)
-    pairs = [(a[k].double(), b[k].double()) for k in b]
-    return (
-        torch.stack([(x * y).sum() for x, y in pairs]).sum(),
-        torch.stack([x.square().sum() for x, _ in pairs]).sum(),
-        torch.stack([y.square().sum() for _, y in pairs]).sum(),
-    )
+def _squared_norm(items: Mapping[str, Tensor]) -> Tensor:
+    """Return |items|^2 as one vector, but at least EPS. float32 sums would hide the last part of a descent."""
+    return torch.stack([v.double().square().sum() for v in items.values()]).sum().clamp(min=EPS)
 
 
 def relative_squared(seen: Mapping[str, Tensor]) -> Objective:
     """Return |guess - seen|^2 / |seen|^2. The scale makes one tolerance fit trained and untrained networks."""
-    same = {k: v.double() for k, v in seen.items()}
-    size = torch.stack([v.square().sum() for v in same.values()]).sum().clamp(min=EPS)
-
-    def distance(guess: Items) -> Tensor:
-        same_names(guess, same)
-        return torch.stack([(guess[k].double() - v).square().sum() for k, v in same.items()]).sum() / size
-
-    return distance
+    difference, size = squared(seen), _squared_norm(seen)
+    return lambda guess: difference(guess) / size
 
 
 def squared(seen: Mapping[str, Tensor]) -> Objective:
@@ -49,10 +37,12 @@ def squared(seen: Mapping[str, Tensor]) -> Objective:
 
 def cosine(seen: Mapping[str, Tensor]) -> Objective:
     """Return 1 - cos(guess, seen) over all items as one vector (Geiping et al. 2020, eq. 4)."""
-    same = {k: v.double() for k, v in seen.items()}
+    size = _squared_norm(seen).sqrt()
+    unit = {k: v.double() / size for k, v in seen.items()}
 
     def distance(guess: Items) -> Tensor:
-        inner, left, right = _sums(guess, same)
-        return 1 - inner / (left * right).clamp(min=EPS).sqrt()
+        same_names(guess, unit)
+        inner = torch.stack([(guess[k].double() * v).sum() for k, v in unit.items()]).sum()
+        return 1 - inner / _squared_norm(guess).sqrt()
 
     return distance

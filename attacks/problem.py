@@ -35,8 +35,9 @@ def gaussian_inputs(cap: Capture, rng: torch.Generator, dtype: torch.dtype) -> T
 class Problem:
     """The unknowns of one attempt at a capture.
 
-    labels  how labels were found: known, wire (a label set that was sent), restored, or optimised as soft labels
-    hidden  how the client's private items are treated: none (there are none), log, public, guess, joint, oracle
+    labels  how labels were found: known, wire (labels that were sent), restored, or optimised as soft labels
+    hidden  how the client's private items are treated: none (there are none, or the upload does not depend on them), log,
+            guess, joint (all, or those that the log does not reveal), oracle
     Raises NotApplicable when nothing that was sent depends on the data.
     """
 
@@ -45,6 +46,7 @@ class Problem:
             raise NotApplicable("nothing that the client sends depends on its data")
         self.cap, self.rng, self.dtype = cap, rng, dtype
         self.y, self.labels = self._labels(labels)
+        self.secret: set[str] = set()
         self.state, self.hidden = self._private(hidden)
         self.free_state = self.hidden == "joint"
 
@@ -54,7 +56,7 @@ class Problem:
         if self.y is None:
             free["labels"] = torch.randn(self.cap.count, self.cap.input.classes, generator=self.rng, dtype=self.dtype)
         if self.free_state:
-            free |= {f"state.{k}": v.to(self.dtype) for k, v in floating(self.state).items()}
+            free |= {f"state.{k}": v.to(self.dtype) for k, v in self.state.items() if k in self.secret}
         return free
 
     def replay(self, free: Mapping[str, Tensor]) -> Items:
@@ -78,6 +80,8 @@ class Problem:
             if self.cap.labels is None:
                 raise NotApplicable("the labels are not granted to this adversary")
             return self.cap.labels, "known"
+        if (found := label_rules.from_label_counts(self.cap)) is not None:
+            return found, "wire"
         if (found := label_rules.from_label_set(self.cap, self.rng)) is not None:
             return found, "wire"
         if policy == "restore" and (found := label_rules.of_one_image(self.cap)) is not None:
@@ -85,16 +89,32 @@ class Problem:
         return None, "optimise"
 
     def _private(self, policy: Hidden) -> tuple[Items, str]:
+        """Return the private items to begin with and how they are treated. `secret` becomes the names of those unknown."""
         cap = self.cap
         newcomer = cast(cap.newcomer(self.rng), self.dtype)
-        if not floating(newcomer):
-            return newcomer, "none"
-        if policy == "oracle":
-            if cap.state is None:
-                raise NotApplicable("the client's private items are not granted to this adversary")
-            return cast(cap.state, self.dtype), "oracle"
-        if policy == "log" and cap.known is None:
+        known = cast(cap.known or {}, self.dtype) if policy in ("auto", "log") else {}
+        given = policy == "oracle" and cap.state is not None
+        state = cast(cap.state or {}, self.dtype) if given else newcomer | known
+        self.secret = self._influential(state)
+        if not self.secret:
+            return state, "none"
+        if policy == "oracle" and not given:
+            raise NotApplicable("the client's private items are not granted to this adversary")
+        self.secret -= known.keys()
+        if policy == "log" and self.secret:
             raise NotApplicable("the wire log does not reveal the client's private items; use --hidden joint or guess")
-        if cap.known is not None and policy in ("auto", "log"):
-            return cast(cap.known, self.dtype), "log"
-        return newcomer, "guess" if policy == "guess" else "joint"
+        if given:
+            return state, "oracle"
+        return state, "log" if not self.secret else "guess" if policy == "guess" else "joint"
+
+    def _influential(self, state: Items) -> set[str]:
+        """Return the names of the private items upon which the upload depends: the others need not be known."""
+        leaves = {k: v.detach().clone().requires_grad_() for k, v in floating(state).items()}
+        if not leaves:
+            return set()
+        classes = self.cap.input.classes
+        x = torch.zeros(self.cap.count, *self.cap.input.shape, dtype=self.dtype)
+        y = torch.full((self.cap.count, classes), 1 / classes, dtype=self.dtype) if self.y is None else self.y
+        parts = [v.sum() for v in self.cap.replay(x, y, state | leaves).values() if v.requires_grad]
+        slopes = torch.autograd.grad(torch.stack(parts).sum(), list(leaves.values()), allow_unused=True) if parts else []
+        return {name for name, slope in zip(leaves, slopes, strict=bool(parts)) if slope is not None}

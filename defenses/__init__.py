@@ -1,0 +1,1 @@
+"""The defenses, by the seam at which they act, and the accounting of what they spend."""

@@ -26,7 +26,7 @@ from pflsec.leakage.matching import assign
 from pflsec.leakage.perceptual import Perceptual
 from pflsec.leakage.score import VictimScore, score
 from pflsec.leakage.vault import Pool, Truth, Vault
-from pflsec.runtime import attacking, checkpoint, manifest
+from pflsec.runtime import attacking, checkpoint, manifest, privacy
 from pflsec.runtime.executor import Executor, Serial
 from pflsec.runtime.folder import RunFolder, attack_folder, secure
 from pflsec.runtime.pool import Processes
@@ -139,8 +139,9 @@ def run_training(
 
     executor  serial or processes: the results are the same bits
     """
+    dp = privacy.describe(setup)
     folder = RunFolder.create(Path(runs_dir), run_name(setup.config, name))
-    folder.write_manifest(manifest.describe(setup, folder.path.name))
+    folder.write_manifest(manifest.describe(setup, folder.path.name, dp))
     return _play(setup, folder, on_round, executor)
 
 

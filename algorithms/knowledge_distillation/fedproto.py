@@ -33,6 +33,7 @@ class FedProto(Algorithm[FedProtoConfig]):
     Config = FedProtoConfig
     down: ClassVar = {"prototype": "prototypes [known, d]", "known": "label set [C]"}
     up: ClassVar = {"prototype": "prototypes [held, d]", "held": "label set [C]", "counts?": "counts [C]"}
+    dp_support = "partial: prototype and held are computed from raw data"
     presets: ClassVar = {"pfllib": {"lr": 0.005, "batch_size": 10, "local_epochs": 1}}
 
     def init_server(self, fresh: Items) -> Items:
@@ -82,7 +83,9 @@ class FedProto(Algorithm[FedProtoConfig]):
         allowed = items["known"] & (items["held"] if items["held"].any() else items["known"])
         if not allowed.any():  # no prototype has ever been aggregated: the head is all there is
             return self.net.logits(items, x)
-        distance = torch.cdist(self.net.features(items, x), items["table"])
+        # By differences: the faster formula through inner products loses near ties, and would depend on the batch size.
+        exact = "donot_use_mm_for_euclid_dist"
+        distance = torch.cdist(self.net.features(items, x), items["table"], compute_mode=exact)
         return torch.where(allowed, -distance, -torch.inf)
 
     def _table(self, down: Items) -> Tensor:

@@ -31,6 +31,7 @@ class FedRep(Algorithm[FedRepConfig]):
     Config = FedRepConfig
     down: ClassVar = {"body.*": "weights"}
     up: ClassVar = {"body.*": "weights", "num_samples?": "counts"}
+    dp_support = "full"
     presets: ClassVar = {
         "paper": {"head_epochs": 10, "lr": 0.01, "batch_size": 10, "local_epochs": 1, "participation": 0.1},
         "pfllib": {"head_epochs": 1, "weighting": "samples", "lr": 0.005, "batch_size": 10, "local_epochs": 1},
@@ -38,8 +39,7 @@ class FedRep(Algorithm[FedRepConfig]):
 
     def local(self, ctx: Local, state: Items, down: Items) -> Done:
         body, head, cfg = down, state, self.cfg
-        z = ctx.features(body)  # once: the body stands still while the head is trained
-        head = ctx.fit(head, on=ctx.head_ce, inputs=z, epochs=cfg.head_epochs, lr=cfg.head_lr, phase="head")
+        head = ctx.fit(head, on=ctx.head_ce, features_of=body, epochs=cfg.head_epochs, lr=cfg.head_lr, phase="head")
         body = ctx.fit(body, on=lambda b, x, y: ctx.ce(b | head, x, y))
         return Done(state=head, up=body | (sample_count(ctx) if cfg.weighting == "samples" else {}))
 

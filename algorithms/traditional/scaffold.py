@@ -33,6 +33,7 @@ class Scaffold(Algorithm[ScaffoldConfig]):
     Config = ScaffoldConfig
     down: ClassVar = {"body.*": "weights", "head.*": "weights", "control.*": "control variate"}
     up: ClassVar = {"delta.*": "weights-delta", "control.*": "control variate"}
+    dp_support = "full"
     presets: ClassVar = {"pfllib": {"lr": 0.005, "batch_size": 10, "local_epochs": 1}}
 
     def init_server(self, fresh: Items) -> Items:

@@ -9,14 +9,15 @@ import typer
 
 import pflsec
 from pflsec.cli import attack, listing, report, show, train
-from pflsec.cli.console import say, show_warnings
+from pflsec.cli.console import say, say_error, show_warnings
 from pflsec.core.errors import PflsecError
+
+INTERRUPTED = 130
 
 app = typer.Typer(
     name="pflsec",
     help="Train federated learning methods, capture what crosses the wire, attack it, and report accuracy and leakage "
     "together.\n\nStart with: pflsec train --algo fedrep --rounds 10, then pflsec attack dlg, then pflsec report.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -34,13 +35,16 @@ def _version(value: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(invoke_without_command=True)
 def common(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and stop.")
     ] = False,
 ) -> None:
     """Options of the program itself."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -51,21 +55,26 @@ def main(arguments: list[str] | None = None) -> int:
     command = get_command(app)
     try:
         code = command.main(args=arguments, prog_name="pflsec", standalone_mode=False)
+        if code == INTERRUPTED:  # so typer reports Ctrl-C
+            raise KeyboardInterrupt
         return _finish(code if isinstance(code, int) else 0)
     except PflsecError as error:
-        say(f"error: {error}")
+        say(f"error: {error}") if error.exit_code == 1 else say_error(str(error))
         return _finish(error.exit_code)
     except (KeyboardInterrupt, typer.Abort):
         say("interrupted: what was finished is kept")
-        return _finish(130)
+        return _finish(INTERRUPTED)
     except typer.Exit as stop:
         return _finish(stop.exit_code)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _finish(0)
+    except OSError as error:
+        say_error(f"{error.filename or 'a file'}: {error.strerror or error}. Check path, permissions and free space.")
+        return _finish(2)
     except Exception as error:
         if hasattr(error, "format_message"):  # a mistake in the options, as click reports it
-            say(f"error: {' '.join(str(error.format_message()).split())} See: pflsec --help")  # type: ignore[attr-defined]
+            say_error(f"{error.format_message()} See: pflsec --help")  # type: ignore[attr-defined]
             return _finish(2)
         traceback.print_exc()
         say("internal error: this is a fault of pflsec, not yours. Please report it with the lines above.")

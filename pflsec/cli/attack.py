@@ -86,12 +86,16 @@ def attack(
 
 
 def _numbers(text: str | None, flag: str) -> list[int] | None:
+    from pflsec.config.train import whole
+
     if text is None:
         return None
-    words = [word.strip() for word in text.split(",")]
-    if bad := [word for word in words if not word.isdigit()]:
-        raise ConfigError(f"{flag} has '{bad[0]}', which is no number >= 0; use numbers with commas between, such as 0,9.")
-    return [int(word) for word in words]
+    numbers = []
+    for word in text.split(","):
+        if (found := whole(word.strip())) is None:
+            raise ConfigError(f"{flag} has '{word}', which is no number >= 0; use numbers, such as 0,9.")
+        numbers.append(found)
+    return numbers
 
 
 def _note(name: str, done: int, total: int, row: Any) -> str:

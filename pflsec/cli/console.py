@@ -16,8 +16,8 @@ from pflsec.core.files import to_json
 
 WIDE = 120  # columns where there is no terminal to ask
 
-out = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDE)
-err = Console(stderr=True, highlight=False, soft_wrap=True)
+out = Console(highlight=False, emoji=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDE)
+err = Console(stderr=True, highlight=False, emoji=False, soft_wrap=True)
 
 QUIET_SECONDS = 5.0  # without a terminal, a line of progress this often at most
 
@@ -25,6 +25,11 @@ QUIET_SECONDS = 5.0  # without a terminal, a line of progress this often at most
 def say(text: str) -> None:
     """Print a line for the reader (stderr: stdout is for results)."""
     err.print(text, markup=False)
+
+
+def say_error(text: str) -> None:
+    """Print a mistake of the user's on one line, whatever characters its names and paths have."""
+    say("error: " + "".join(c if c.isprintable() else "?" for c in " ".join(text.split())))
 
 
 def print_json(value: Any) -> None:

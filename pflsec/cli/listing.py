@@ -1,14 +1,14 @@
 """pflsec list."""
 
-import json as json_format
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from pflsec.cli.console import print_json, print_table
+from pflsec.cli.console import out, print_json, print_table
 from pflsec.core import registry
-from pflsec.core.errors import ConfigError, unknown
+from pflsec.core.errors import ConfigError, RunError, unknown
+from pflsec.runtime.folder import RunFolder
 
 KINDS = (*registry.GROUPS, "runs")
 
@@ -32,7 +32,7 @@ def listing(
     if json:
         print_json(rows)
     elif not rows:
-        print_table(f"no {what} yet", [], [])
+        out.print(f"no {what} yet")
     else:
         print_table(what, list(rows[0]), [list(row.values()) for row in rows])
 
@@ -52,13 +52,13 @@ def _entry(group: str, name: str) -> dict[str, Any]:
 
 def _runs(runs_dir: Path) -> list[dict[str, Any]]:
     rows = []
-    for path in sorted(runs_dir.glob("*/run.json")):
+    for folder in RunFolder.all(runs_dir):
         try:
-            manifest = json_format.loads(path.read_text(encoding="utf8"))
+            manifest = folder.manifest()
             config = manifest["config"]
             facts = {k: config[k] for k in ("algo", "data", "rounds", "seed")}
-            row = {"run": path.parent.name, "state": manifest["state"], **facts}
-        except (OSError, ValueError, KeyError, TypeError):
-            row = {"run": path.parent.name, "state": "damaged", "algo": "", "data": "", "rounds": "", "seed": ""}
-        rows.append(row | {"attacks": len(list(path.parent.glob("attacks/*/attack.json")))})
+            row = {"run": folder.path.name, "state": manifest["state"], **facts}
+        except (RunError, KeyError, TypeError):
+            row = {"run": folder.path.name, "state": "damaged", "algo": "", "data": "", "rounds": "", "seed": ""}
+        rows.append(row | {"attacks": len(list(folder.attacks.glob("*/attack.json")))})
     return rows

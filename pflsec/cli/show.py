@@ -9,7 +9,7 @@ import typer
 from pflsec.cli.console import as_text, out, print_json, print_table
 from pflsec.core import registry
 from pflsec.core.errors import ConfigError, RunError, unknown
-from pflsec.core.files import read_json
+from pflsec.runtime.folder import RunFolder, is_run
 
 
 def show(
@@ -35,17 +35,17 @@ def show(
         card = registry.card(group, key)
         print_json(asdict(card)) if json else _print_card(card)
         return
-    path = Path(name) if (Path(name) / "run.json").is_file() else runs_dir / name
-    if ".." in Path(name).parts or not (path / "run.json").is_file():
+    path = Path(name) if is_run(Path(name)) else runs_dir / name
+    if ".." in Path(name).parts or not is_run(path):
         known = [n for group in registry.GROUPS for n in registry.names(group)]
-        raise ConfigError(unknown("name", name, [*known, *(p.parent.name for p in runs_dir.glob("*/run.json"))]))
-    manifest = read_json(path / "run.json", f"run '{path.name}'")
+        raise ConfigError(unknown("name", name, [*known, *(run.path.name for run in RunFolder.all(runs_dir))]))
+    manifest = RunFolder(path).manifest()
     if json:
         print_json(manifest)
         return
     try:
         _print_run(manifest)
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise RunError(f"run '{path.name}' is damaged: run.json lacks or garbles {error}.") from error
 
 
@@ -86,7 +86,7 @@ def _choices(annotation: str) -> str:
 
 
 def _print_run(manifest: dict[str, Any]) -> None:
-    out.print(f"{manifest['name']}: {manifest['algorithm']['title']}", markup=False, style="bold")
+    title = f"{manifest['name']}: {manifest['algorithm']['title']}"
     facts = {
         "state": manifest["state"] + (f" ({manifest['reason']})" if manifest.get("reason") else ""),
         "started": manifest["started"],
@@ -95,7 +95,9 @@ def _print_run(manifest: dict[str, Any]) -> None:
         "differential privacy": "on" if manifest["dp"]["enabled"] else "off",
         "revision": manifest.get("git") or "",
     }
+    wire = [[r["direction"], r["item"], r["kind"], r["numbers"]] for r in manifest["wire"]]
+    config = [[k, as_text(v)] for k, v in manifest["config"].items()]
+    out.print(title, markup=False, style="bold")
     print_table("", ["", ""], [[k, v] for k, v in facts.items() if v])
-    rows = [[r["direction"], r["item"], r["kind"], r["numbers"]] for r in manifest["wire"]]
-    print_table("\nWire", ["direction", "item", "kind", "numbers"], rows)
-    print_table("\nConfiguration", ["option", "value"], [[k, as_text(v)] for k, v in manifest["config"].items()])
+    print_table("\nWire", ["direction", "item", "kind", "numbers"], wire)
+    print_table("\nConfiguration", ["option", "value"], config)

@@ -50,6 +50,7 @@ def train(
     victim_batch: Annotated[int | None, option("victim_batch", "Images in a victim batch.")] = None,
     victim_steps: Annotated[int | None, option("victim_steps", "Local steps on a victim batch.")] = None,
     kind: Annotated[str | None, option("kind", "Kind of capture: probe.")] = None,
+    dp_seed: Annotated[int | None, option("dp_seed", "Fixes the privacy noise; for tests only, marks the run.")] = None,
     buffers: Annotated[str | None, option("buffers", "aggregate, local or frozen.")] = None,
     seed: Annotated[int | None, option("seed", "Seed of everything that is drawn.")] = None,
     eval_every: Annotated[int | None, option("eval_every", "Evaluate every so many rounds, and after the last.")] = None,

@@ -58,6 +58,8 @@ def make_attack(name: str, config: AttackConfig) -> Attack[Any]:
     for option_name in values:
         if option_name not in kind.Config.model_fields:
             raise ConfigError(f"attack {name} has no --{option_name}.")
+        if option_name in config.settings:
+            raise ConfigError(f"{option_name} is given twice: as --{option_name} and among the settings (--set).")
     values = {**_granted(kind.Config.model_fields, config.threat.knows), **values, **config.settings}
     attack = kind(build(kind.Config, values, f"attack {name}"))
     for what, needs in attack.requirements().items():

@@ -14,6 +14,8 @@ from pflsec.core.files import safe_name
 
 ROUNDS_HELP = "use first, last, numbers such as 0,10,20, every:10, or none"
 CLIENTS_HELP = "use numbers such as 0,1,2 or random:4"
+MANY = 1_000_000
+"""More clients, rounds or victims than this are a slip of the keyboard."""
 
 
 class TrainConfig(Config):
@@ -31,22 +33,24 @@ class TrainConfig(Config):
     test: Literal["split", "given"] = option(
         default="split", about="split: a stratified quarter of each client; given: the dataset's own test rows"
     )
-    clients: int = at_least(1, default=20)
-    rounds: int = at_least(1, default=50)
+    clients: int = between(1, MANY, default=20)
+    rounds: int = between(1, MANY, default=50)
     local_epochs: int = at_least(0, default=1, about="epochs of the phase that produces what is sent")
     batch_size: int = at_least(1, default=10)
     lr: float = above(0, default=0.05)
-    lr_decay: float = between(0, 1, default=1.0, about="round t trains with lr * lr_decay^t, for every participant")
+    lr_decay: float = Field(default=1.0, gt=0, le=1)
+    """Round t trains with lr * lr_decay^t, for every participant."""
     participation: float = Field(default=1.0, gt=0, le=1)
     drop_rate: float = between(0, 1, default=0.0, about="share of a cohort whose upload is lost after training")
     settings: dict[str, Any] = Field(default_factory=dict)
     defense: list[str] = Field(default_factory=list)
     capture_rounds: str = option(default="first,last", about=ROUNDS_HELP)
     capture_clients: str = option(default="0,1,2,3", about=CLIENTS_HELP)
-    victims: int = at_least(1, default=4, about="victim batches per captured client and round")
+    victims: int = between(1, MANY, default=4, about="victim batches per captured client and round")
     victim_batch: int = at_least(1, default=1, about="images in a victim batch")
     victim_steps: int = at_least(1, default=1, about="local steps on a victim batch")
     kind: Literal["probe"] = option(default="probe")
+    dp_seed: int | None = at_least(0, default=None, about="fixes the privacy noise; for tests only, and marks the run")
     buffers: Literal["aggregate", "local", "frozen"] = option(default="aggregate")
     seed: int = at_least(0, default=0)
     eval_every: int = at_least(1, default=1)
@@ -93,7 +97,9 @@ class TrainConfig(Config):
         found: set[int] = set()
         for word in self.capture_rounds.split(","):
             if word.startswith("every:"):
-                found |= set(range(0, self.rounds, max(1, _number(word[6:], "capture_rounds", ROUNDS_HELP))))
+                if not (step := _number(word[6:], "capture_rounds", ROUNDS_HELP)):
+                    raise ValueError(f"capture_rounds has 'every:0'; {ROUNDS_HELP}")
+                found |= set(range(0, self.rounds, step))
             else:
                 t = {"first": 0, "last": self.rounds - 1}.get(word)
                 found.add(_number(word, "capture_rounds", ROUNDS_HELP) if t is None else t)
@@ -119,10 +125,15 @@ class TrainConfig(Config):
         return sorted(found)
 
 
+def whole(word: str) -> int | None:
+    """Return the number that the word is, or None where it is none of at most nine digits."""
+    return int(word) if word.isascii() and word.isdigit() and len(word) < 10 else None
+
+
 def _number(word: str, name: str, allowed: str) -> int:
-    if not word.isdigit():
+    if (found := whole(word)) is None:
         raise ValueError(f"{name} has '{word}', which is no number >= 0; {allowed}")
-    return int(word)
+    return found
 
 
 def resolve(
@@ -135,11 +146,16 @@ def resolve(
     Raises ConfigError naming the option, its value, the rule and where it came from.
     """
     from_file = read_toml(file) if file else {}
-    algo = registry.find("algorithms", str(options.get("algo") or from_file.get("algo") or "fedavg"))
+    source = " or ".join([*([str(file)] if file else []), *(["the command line"] if options or not file else [])])
+    algo = registry.find("algorithms", str(options.get("algo", from_file.get("algo", "fedavg"))))
     common, own = _preset(algo, preset)
-    settings = {**from_file.get("settings", {}), **own, **parse_assignments(assignments)}
+    settings: dict[str, Any] = {}
+    for given in (from_file.get("settings", {}), own, options.get("settings", {}), parse_assignments(assignments)):
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"train: settings is {given!r}; it must be a table of names and values. From {source}.")
+        settings |= given
     values = {**from_file, **common, **options, "algo": algo, "settings": settings}
-    return build(TrainConfig, values, "train", str(file) if file and not options else "the command line")
+    return build(TrainConfig, values, "train", source)
 
 
 def parse_assignments(texts: Mapping[str, str]) -> dict[str, Any]:
@@ -159,15 +175,15 @@ def _value(text: str) -> Any:
     return text
 
 
-def split_assignments(pairs: list[str]) -> dict[str, str]:
+def split_assignments(pairs: list[str], where: str = "--set") -> dict[str, str]:
     """Return {name: text} for a list of NAME=VALUE. Raises ConfigError for anything else, and for a name given twice."""
     found: dict[str, str] = {}
     for pair in pairs:
         name, equals, text = pair.partition("=")
         if not equals or not name.strip() or not text.strip():
-            raise ConfigError(f"--set '{pair}' is not of the form NAME=VALUE.")
+            raise ConfigError(f"{where} '{pair}' is not of the form NAME=VALUE.")
         if name.strip() in found:
-            raise ConfigError(f"--set gives {name.strip()} twice.")
+            raise ConfigError(f"{where} gives {name.strip()} twice.")
         found[name.strip()] = text.strip()
     return found
 

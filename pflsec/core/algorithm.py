@@ -52,6 +52,10 @@ class Algorithm(Generic[C]):
     """Wire contract, server to client (see Contract)."""
     up: ClassVar[Mapping[str, str]] = {}
     """Wire contract, client to server."""
+    dp_support: ClassVar[str] = "none: the method does not say that its uplink follows from noised gradients alone"
+    """Whether private training covers what is sent: "full", or "partial: items" or "none: reason", which refuse it."""
+    batchable: ClassVar[bool] = True
+    """Whether replays of several guesses may share one computation: not where a loop stops on the data."""
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Published settings by name (paper, pfllib): hyper-parameters of the method and common ones."""
 
@@ -89,6 +93,13 @@ class Algorithm(Generic[C]):
         """Return the items of the client's model as local work left it, before aggregation."""
         return self.deploy(state, down | up)
 
+    def personalise(self, ctx: Local, items: Items) -> Items:
+        """Return the tested items once more fitted to the client's own training rows, for methods that do so before use.
+
+        `ctx` is the context of the round that comes next. Nothing of this is sent.
+        """
+        return items
+
     def scores(self, items: Items, x: Tensor) -> Tensor:
         """Return the class scores [B, classes] of the deployed model; the largest is its prediction."""
         return self.net.logits(items, x)
@@ -106,7 +117,7 @@ class Algorithm(Generic[C]):
         return memory
 
     def reconstruct_state(self, memory: Items) -> Items | None:
-        """Return the client's private state as the log reveals it, or None where it does not.
+        """Return the client's private state as the log reveals it, all items or some, or None where it reveals none.
 
         The memory starts as the state of a newcomer with a public draw, and `observe` folds the exchanges into it.
         """

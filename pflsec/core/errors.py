@@ -34,6 +34,10 @@ class KnowledgeError(PflsecError):
     """An attack asks for knowledge that the stated adversary does not have."""
 
 
+class PrivacyError(PflsecError):
+    """A method cannot be trained under the privacy defense that was asked for, or would go round it."""
+
+
 class TrainingError(PflsecError):
     """Training cannot go on: a value is not finite, or a client raised an error."""
 

@@ -1,6 +1,6 @@
 """What a method's local work is given: its client's data, the round's settings, and the one loop of SGD."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -14,6 +14,12 @@ LossPerExample = Callable[[Items, Tensor, Tensor], Tensor]
 
 Penalty = Callable[[Items, torch.Generator], Tensor]
 """(parameters, random stream of this step) -> 0-d. Must not look at data: defenses let it pass without noise."""
+
+Projection = Callable[[Items], Items]
+"""Parameters -> the nearest parameters that are allowed, applied after every step."""
+
+Stop = Callable[[Sequence[float]], bool]
+"""(mean data loss of every epoch so far) -> whether to stop. It looks at data: see `Algorithm.batchable`."""
 
 
 class Local(Protocol):
@@ -42,17 +48,21 @@ class Local(Protocol):
         on: LossPerExample,
         *,
         penalty: Penalty | None = None,
-        inputs: Tensor | None = None,
+        project: Projection | None = None,
+        until: Stop | None = None,
+        features_of: Mapping[str, Tensor] | None = None,
         epochs: int | None = None,
         lr: float | None = None,
         phase: str = "main",
     ) -> Items:
         """Return `params` after minibatch SGD on mean(on) + penalty.
 
-        inputs  [n, ...] takes the place of the client's inputs, row by row (e.g. features that do not change)
-        epochs  default: `self.epochs`
-        lr      default: `self.lr`
-        phase   names the random stream of the batch order: other phases never shift the main one
+        until        asked after every epoch; `epochs` is then the most that are made
+
+        features_of  a body that stands still: `on` sees its features instead of the inputs; they are computed once
+        epochs       default: `self.epochs`
+        lr           default: `self.lr`
+        phase        names the random stream of the batch order: other phases never shift the main one
         """
         ...
 
@@ -68,6 +78,18 @@ class Local(Protocol):
         self, params: Mapping[str, Tensor], on: LossPerExample, x: Tensor, y: Tensor, *, lr: float | None = None
     ) -> Items:
         """Return `params` after one SGD step on one batch."""
+        ...
+
+    def row_sets(self, count: int, epochs: int | None = None, phase: str = "main") -> Iterator[tuple[Tensor, ...]]:
+        """Yield `count` disjoint minibatches at a time as row numbers, for steps that need independent gradients.
+
+        An epoch has floor(n / (count * batch size)) of them. A client with fewer rows for even one splits all its rows
+        into `count` parts; one with fewer rows than parts uses rows again.
+        """
+        ...
+
+    def gradient(self, params: Mapping[str, Tensor], on: LossPerExample, rows: Tensor, *, phase: str = "main") -> Items:
+        """Return the gradient of mean(on) over these rows at `params`; all else that `on` uses counts as constant."""
         ...
 
     def full_gradient(self, params: Mapping[str, Tensor], on: LossPerExample) -> Items:
@@ -92,6 +114,15 @@ class Local(Protocol):
 
     def head_ce(self, head: Mapping[str, Tensor], z: Tensor, y: Tensor) -> Tensor:
         """Return the cross entropy [B] of features z [B, feature_dim] under a head."""
+        ...
+
+    def subset(self, share: float, purpose: str) -> "Local":
+        """Return the context of the same work on a random share of the client's rows, at least one."""
+        ...
+
+    def constant(self, value: Tensor) -> Tensor:
+        """Return a value that depends on the parameters of a step, held constant by that step's gradient (a teacher's
+        output). Unlike `detach`, it leaves the upload differentiable through it."""
         ...
 
     def rng(self, purpose: str) -> torch.Generator:

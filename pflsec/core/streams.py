@@ -5,6 +5,7 @@ order in which clients are visited.
 """
 
 import hashlib
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,6 +17,16 @@ def seed_of(*key: int | str) -> int:
     """Return the 63-bit seed of the stream with this key, e.g. seed_of(0, "local", 3, 7)."""
     text = "\x1f".join(f"{type(part).__name__}:{part}" for part in key)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+def seed_from(items: "Mapping[str, torch.Tensor]") -> int:
+    """Return the 63-bit seed that the names and values of these items determine: a server that draws, and is a pure
+    function of items, gets its seed from the public draw of the network."""
+    digest = hashlib.sha256()
+    for name in sorted(items):
+        digest.update(name.encode() + b"\x1f")
+        digest.update(items[name].detach().cpu().contiguous().numpy().tobytes())
+    return int.from_bytes(digest.digest()[:8], "big") >> 1
 
 
 def stream(*key: int | str) -> "torch.Generator":

@@ -188,17 +188,13 @@ def _given_flags(dataset: Dataset) -> np.ndarray:
     return dataset.is_test
 
 
-def _pfllib_shards(
-    dataset: Dataset, clients: int | None, seed: int, alpha: float, test_fraction: float, test: str
-) -> tuple[Shard, ...]:
+def _check_pfllib_split(test: str, test_fraction: float) -> None:
     if test == "given" or test_fraction != PFLLIB_TEST:
         wanted = "--test given" if test == "given" else f"test_fraction {test_fraction}"
         raise DataError(
             f"partition '{PFLLIB}' tests on its own random quarter of each client, so {wanted} cannot be used "
             "with it; leave that out, or use --partition dirichlet."
         )
-    sides = pfllib_compat(dataset.labels, clients or 0, seed, alpha)
-    return tuple(Shard(np.sort(train), np.sort(tested)) for train, tested in sides)
 
 
 def build(
@@ -234,7 +230,9 @@ def build(
         raise DataError(f"test_fraction must lie between 0 and 1, both excluded, but is {test_fraction}.")
     is_test = _given_flags(dataset) if test == "given" else np.zeros(len(dataset.labels), dtype=np.bool_)
     if partition == PFLLIB:
-        shards = _pfllib_shards(dataset, clients, int(seed), alpha, test_fraction, test)
+        _check_pfllib_split(test, test_fraction)
+        sides = pfllib_compat(dataset.labels, clients or 0, int(seed), alpha)
+        shards = tuple(Shard(np.sort(train), np.sort(tested)) for train, tested in sides)
     else:
         own = test == "given" and partition == "natural"
         dealt = np.arange(len(is_test)) if own else np.flatnonzero(~is_test)

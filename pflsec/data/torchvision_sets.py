@@ -8,11 +8,10 @@ import os
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import numpy as np
 from torchvision.datasets import CIFAR10, MNIST, FashionMNIST
@@ -80,7 +79,9 @@ def _load(name: str, kind: Kind, download: bool) -> Dataset:
         parts = [kind(root, train=train) for train in (True, False)]
     except Exception as error:
         # What the checks above let through, torchvision's readers refuse in as many ways as there are.
-        raise DataError(f"dataset '{name}' in {root} cannot be read: {_one_line(error)}. {_remedy(root, kind)}") from error
+        raise DataError(
+            f"dataset '{name}' in {root} cannot be read: {_one_line(error)}. {_remedy(root, kind)}"
+        ) from error
     counts = [len(part.data) for part in parts]
     return from_arrays(
         np.concatenate([np.asarray(part.data) for part in parts]),
@@ -104,9 +105,9 @@ def _fault(root: Path, kind: Kind) -> str | None:
     """Return why a dataset cannot be read here, or None."""
     for name, md5 in _files(kind).items():
         path = root / name
-        if not path.is_file():
-            return f"{path} does not exist"
         try:
+            if not path.is_file():
+                return f"{path} does not exist"
             if md5 is None and (why := _idx_fault(path)):
                 return f"{path} is truncated or damaged: {why}"
             if md5 is not None and not check_integrity(path, md5):
@@ -145,8 +146,8 @@ def _fetch(name: str, root: Path, kind: Kind) -> None:
                 (root / file).parent.mkdir(parents=True, exist_ok=True)
                 os.replace(Path(new) / file, root / file)
     except BaseException as error:
-        for path in absent:
-            if path.exists():
+        with suppress(OSError):
+            for path in absent:
                 path.rmdir()
         if not isinstance(error, Exception):
             raise

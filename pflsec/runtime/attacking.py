@@ -3,10 +3,12 @@
 import multiprocessing
 import os
 import signal
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from torch import Tensor
 
 from pflsec.config.attack import AttackConfig, make_attack
 from pflsec.config.train import TrainConfig
+from pflsec.core.algorithm import Algorithm
 from pflsec.core.attack import Reconstruction
 from pflsec.core.config import build
 from pflsec.core.errors import NotApplicable, RunError, TrainingError
@@ -27,6 +30,7 @@ from pflsec.runtime.executor import one_thread
 from pflsec.runtime.folder import RunFolder
 from pflsec.runtime.replay import capture
 from pflsec.runtime.setup import rebuild
+from pflsec.wire.capture import Record
 from pflsec.wire.store import CaptureStore
 
 
@@ -55,19 +59,20 @@ class Attempt:
 def selected(folder: RunFolder, config: AttackConfig) -> list[str]:
     """Return the ids of the captures that an attack's options select, sorted. Raises RunError when there are none."""
     store = CaptureStore(folder.captures)
-    headers = {name: store.header(name) for name in store.ids()}
+    places = {name: _place(name, store.header(name)) for name in store.ids()}
     found = [
         name
-        for name, h in headers.items()
-        if (config.rounds is None or h["round"] in config.rounds)
-        and (config.clients is None or h["client"] in config.clients)
-        and h["kind"] == config.kind
+        for name, (t, client, kind) in places.items()
+        if (config.rounds is None or t in config.rounds)
+        and (config.clients is None or client in config.clients)
+        and kind == config.kind
     ]
     if not found:
-        there = f"rounds {_listed(headers, 'round')}, clients {_listed(headers, 'client')}" if headers else "none at all"
+        rounds, clients = ({place[i] for place in places.values()} for i in range(2))
+        there = f"rounds {_listed(rounds)}, clients {_listed(clients)}" if places else "none at all"
         raise RunError(
             f"run '{folder.path.name}' has no capture for this choice of rounds, clients and kind; it has: {there}. "
-            + ("" if headers else "Train again with --capture-rounds.")
+            + ("" if places else "Train again with --capture-rounds.")
         )
     return found
 
@@ -78,8 +83,28 @@ def training_config(folder: RunFolder) -> tuple[TrainConfig, InputSpec]:
     try:
         values, data = dict(manifest["config"]), manifest["data"]["input"]
     except (KeyError, TypeError, ValueError) as error:
-        raise RunError(f"run '{folder.path.name}' is damaged: run.json lacks {error}.") from error
+        raise RunError(f"run '{folder.path.name}' is damaged: run.json lacks or garbles {error}.") from error
     return build(TrainConfig, values, "run", f"{folder.path.name}/run.json"), InputSpec.from_dict(data)
+
+
+def check(folder: RunFolder, captures: Sequence[str]) -> None:
+    """Read captures, so that damage shows before the work begins. Raises PflsecError naming it."""
+    config, spec = training_config(folder)
+    _, algorithm = rebuild(config, spec)
+    for name in captures:
+        _record(folder, name, config, spec, algorithm)
+
+
+def _record(folder: RunFolder, name: str, config: TrainConfig, spec: InputSpec, algorithm: Algorithm[Any]) -> Record:
+    """Return a capture's record. Raises PflsecError when it is missing, damaged, or another run's."""
+    record, what = CaptureStore(folder.captures).read(name), f"capture '{name}'"
+    if record.algorithm != config.algo:
+        raise RunError(f"{what} was made by {record.algorithm}; this run trains {config.algo}.")
+    if record.input != spec or (record.batch, record.steps) != (config.victim_batch, config.victim_steps):
+        raise RunError(f"{what} has other inputs, batches or steps than run '{folder.path.name}' trained with.")
+    algorithm.contract.check("down", record.down, what)
+    algorithm.contract.check("up", record.up, what)
+    return record
 
 
 def attempt(target: Target) -> Attempt:
@@ -88,11 +113,7 @@ def attempt(target: Target) -> Attempt:
     folder = RunFolder(target.run)
     config, spec = training_config(folder)
     net, algorithm = rebuild(config, spec)
-    record = CaptureStore(folder.captures).read(target.capture)
-    if record.algorithm != config.algo:
-        raise RunError(f"capture '{record.id}' was made by {record.algorithm}; this run trains {config.algo}.")
-    algorithm.contract.check("down", record.down, f"capture '{record.id}'")
-    algorithm.contract.check("up", record.up, f"capture '{record.id}'")
+    record = _record(folder, target.capture, config, spec, algorithm)
     attack = make_attack(target.attack, target.config)
     seed = target.config.seed
     with one_thread(), torch.random.fork_rng(devices=[]):
@@ -121,8 +142,9 @@ def attempts(targets: Sequence[Target], executor: str, workers: int | None) -> I
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "pflsec.runtime.attacking"])
     with ProcessPoolExecutor(count, mp_context=context, initializer=_ignore_interrupts) as pool:
-        futures = [pool.submit(attempt, target) for target in targets]
         try:
+            with _interrupts_held():
+                futures = [pool.submit(attempt, target) for target in targets]
             for future, target in zip(futures, targets, strict=True):
                 try:
                     yield future.result()
@@ -133,6 +155,24 @@ def attempts(targets: Sequence[Target], executor: str, workers: int | None) -> I
         except BaseException:
             _stop(pool)
             raise
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Hold Ctrl-C back while workers start: one that it meets half-way ends in a traceback. They inherit the mask."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    held: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, frame: held.append(number))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGINT, handler)
+    if held:
+        raise KeyboardInterrupt
 
 
 def _ignore_interrupts() -> None:
@@ -146,5 +186,13 @@ def _stop(pool: ProcessPoolExecutor) -> None:
         process.terminate()
 
 
-def _listed(headers: dict[str, dict[str, Any]], name: str) -> str:
-    return ", ".join(str(v) for v in sorted({h[name] for h in headers.values()}))
+def _place(name: str, header: Mapping[str, Any]) -> tuple[int, int, str]:
+    """Return a capture's round, client and kind."""
+    try:
+        return int(header["round"]), int(header["client"]), str(header["kind"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise RunError(f"capture '{name}' is damaged: its header lacks or garbles {error}.") from error
+
+
+def _listed(numbers: Iterable[int | str]) -> str:
+    return ", ".join(map(str, sorted(numbers)))

@@ -10,6 +10,7 @@ from pflsec.runtime.setup import Setup
 from pflsec.training.local import LocalWork
 
 BATCHES = 3
+EPOCHS = 5  # more are not measured but multiplied
 EVALUATION = 1.3  # testing everybody adds about this much to training
 
 
@@ -30,15 +31,15 @@ def estimate(setup: Setup) -> Cost:
     server = algorithm.init_server(setup.server_fresh)
     down, state = algorithm.downlink(server, client), algorithm.init_client(setup.client_fresh(client), server)
     seconds, up = float("inf"), Items()
+    epochs = min(config.local_epochs, EPOCHS)
     with one_thread():
         for _ in range(2):
-            ctx = LocalWork(
-                setup.net, x[part], y[part], config.lr, config.local_epochs, config.batch_size, config.seed, 0, client
-            )
+            ctx = LocalWork(setup.net, x[part], y[part], config.lr, epochs, config.batch_size, config.seed, 0, client)
             began = time.perf_counter()
             up = algorithm.local(ctx, state, down).up
             seconds = min(seconds, time.perf_counter() - began)
     work = sum(federation.sizes()) * config.participation * (1 - config.drop_rate) * config.rounds
+    work *= max(1, config.local_epochs / EPOCHS)
     return Cost(seconds / len(y[part]) * work * EVALUATION, _disk(setup, down, up, state))
 
 

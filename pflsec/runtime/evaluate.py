@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pflsec.core.algorithm import Algorithm
 from pflsec.core.items import Items
+from pflsec.runtime.executor import context
 from pflsec.runtime.setup import Setup
 
 BATCH = 100  # larger batches leave the CPU's cache and are slower
@@ -27,13 +28,20 @@ def accuracy(setup: Setup, items: Items, client: int) -> float:
     return correct(setup.algorithm, items, x, y) / len(y)
 
 
-def everybody(setup: Setup, server: Items, states: Mapping[int, Items]) -> tuple[list[float], float | None]:
-    """Return each client's accuracy with the model it would use now, and the global model's, or None without one."""
+def ready(setup: Setup, items: Items, client: int, t: int) -> Items:
+    """Return a deployed model as its client uses it before round t: fitted to its training rows where the method does so."""
+    if type(setup.algorithm).personalise is Algorithm.personalise:
+        return items
+    return setup.algorithm.personalise(context(setup, t, client), items)
+
+
+def everybody(setup: Setup, server: Items, states: Mapping[int, Items], t: int) -> tuple[list[float], float | None]:
+    """Return each client's accuracy with the model it would use before round t, and the global model's, or None without."""
     algorithm, federation = setup.algorithm, setup.federation
     common = algorithm.global_model(server)
     personal, all_common = [], common is not None
     for client in range(federation.clients):
-        items = algorithm.deploy(states[client], algorithm.downlink(server, client))
+        items = ready(setup, algorithm.deploy(states[client], algorithm.downlink(server, client)), client, t)
         all_common = all_common and common is not None and _same_tensors(items, common)
         personal.append(accuracy(setup, items, client))
     if common is None:

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 from pflsec.core.algorithm import Done
+from pflsec.core.defense import Guard, Spend
 from pflsec.core.errors import PflsecError, TrainingError
 from pflsec.core.items import Items, first_nonfinite
 from pflsec.runtime.setup import Setup
@@ -24,6 +25,7 @@ class Job:
     client: int
     state: Items
     down: Items
+    guard: Guard | None = None
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class Outcome:
     train_loss: float
     steps: int
     seconds: float
+    spent: tuple[Spend, ...] = ()
 
 
 def learning_rate(setup: Setup, t: int) -> float:
@@ -42,21 +45,27 @@ def learning_rate(setup: Setup, t: int) -> float:
     return setup.config.lr * setup.config.lr_decay**t
 
 
-def work(setup: Setup, job: Job) -> Outcome:
-    """Do one client's local work. Errors name round, client and item."""
-    began = time.perf_counter()
-    x, y = setup.federation.train(job.client)
-    ctx = LocalWork(
+def context(setup: Setup, t: int, client: int, guard: Guard | None = None) -> LocalWork:
+    """Return the context of a client's local work in round t."""
+    x, y = setup.federation.train(client)
+    return LocalWork(
         net=setup.net,
         x=x,
         y=y,
-        lr=learning_rate(setup, job.round),
+        lr=learning_rate(setup, t),
         epochs=setup.config.local_epochs,
         batch_size=setup.config.batch_size,
         seed=setup.config.seed,
-        round=job.round,
-        client=job.client,
+        round=t,
+        client=client,
+        guard=guard,
     )
+
+
+def work(setup: Setup, job: Job) -> Outcome:
+    """Do one client's local work. Errors name round, client and item."""
+    began = time.perf_counter()
+    ctx = context(setup, job.round, job.client, job.guard)
     where = f"round {job.round}, client {job.client}"
     try:
         done = setup.algorithm.local(ctx, job.state, job.down)
@@ -72,7 +81,8 @@ def work(setup: Setup, job: Job) -> Outcome:
                 "the results of earlier rounds are kept."
             )
     loss = float(torch.stack(ctx.losses).mean()) if ctx.losses else float("nan")
-    return Outcome(job.client, done, loss, len(ctx.losses), time.perf_counter() - began)
+    spent = tuple(job.guard.spent) if job.guard is not None else ()
+    return Outcome(job.client, done, loss, len(ctx.losses), time.perf_counter() - began, spent)
 
 
 class Executor(Protocol):

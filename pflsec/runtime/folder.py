@@ -19,6 +19,7 @@ CLIENT_COLUMNS = (
     "accuracy_post_local",
     "train_loss",
     "uploaded",
+    "epsilon",
 )
 
 
@@ -59,9 +60,9 @@ class RunFolder:
                 raise RunError(f"there is no run in {runs_dir}. Make one with: pflsec train --algo fedavg")
             return max(runs, key=lambda r: (r.path / "run.json").stat().st_mtime)
         path = Path(run)
-        if not (path / "run.json").is_file():
+        if not is_run(path):
             path = runs_dir / safe_name(str(run), "run") if path.name == str(run) else path
-        if not (path / "run.json").is_file():
+        if not is_run(path):
             known = ", ".join(sorted(r.path.name for r in RunFolder.all(runs_dir))) or "none"
             raise RunError(f"run '{run}' does not exist (no {path / 'run.json'}). Runs in {runs_dir}: {known}.")
         return RunFolder(path)
@@ -69,7 +70,7 @@ class RunFolder:
     @staticmethod
     def all(runs_dir: Path) -> list["RunFolder"]:
         """Return all runs in a folder, by name."""
-        return [RunFolder(p.parent) for p in sorted(runs_dir.glob("*/run.json"))]
+        return [RunFolder(p.parent) for p in sorted(runs_dir.glob("*/run.json")) if p.is_file()]
 
     def manifest(self) -> dict[str, Any]:
         """Return run.json. Raises RunError when it is missing, damaged or of another schema version."""
@@ -104,6 +105,14 @@ class RunFolder:
     def size(self) -> int:
         """Return the bytes of all files in the folder."""
         return sum(p.stat().st_size for p in self.path.rglob("*") if p.is_file())
+
+
+def is_run(path: Path) -> bool:
+    """Return whether a folder is a run's. A name that the system refuses, such as one that is too long, is none."""
+    try:
+        return (path / "run.json").is_file()
+    except OSError:
+        return False
 
 
 def attack_folder(run: RunFolder, name: str) -> Path:

@@ -2,6 +2,7 @@
 
 import platform
 import subprocess
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,7 +17,7 @@ from pflsec.runtime.setup import Setup
 PACKAGES = ("torch", "torchvision", "opacus", "numpy", "scipy", "scikit-image", "lpips", "pydantic", "safetensors")
 
 
-def describe(setup: Setup, name: str) -> dict[str, Any]:
+def describe(setup: Setup, name: str, dp: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the manifest of a run that is about to start."""
     config, algorithm, federation = setup.config, setup.algorithm, setup.federation
     card = registry.card("algorithms", config.algo)
@@ -57,7 +58,7 @@ def describe(setup: Setup, name: str) -> dict[str, Any]:
         },
         "wire": wire_table(setup),
         "defenses": config.defense,
-        "dp": {"enabled": False, "coverage": {}},
+        "dp": dict(dp) if dp else {"enabled": False, "coverage": {}},
         "captures": {
             "rounds": config.captured_rounds(),
             "clients": config.captured_clients() if config.captured_rounds() else [],

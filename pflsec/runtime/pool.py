@@ -168,7 +168,7 @@ class Processes:
             worker.inbox = _with_room(worker.inbox, messages)
             places = [worker.inbox.write(items) for items in messages]
         names = worker.inbox.block.name, worker.outbox.block.name
-        self._tell(worker, (job.round, job.client, names, places))
+        self._tell(worker, (job.round, job.client, job.guard, names, places))
 
     def _receive(self, worker: Worker) -> Outcome:
         kind, *rest = self._hear(worker)
@@ -236,14 +236,14 @@ def serve(line: Connection, config: TrainConfig, dataset: Dataset | None) -> Non
         setup = prepare(config, dataset)
     while True:
         try:
-            t, client, (inbox, outbox), places = line.recv()
+            t, client, guard, (inbox, outbox), places = line.recv()
         except (EOFError, ConnectionError):
             return
         state, down = (take(blocks[inbox], found) for found in places)
         try:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always", PflsecWarning)
-                outcome = work(setup, Job(t, client, state, down))
+                outcome = work(setup, Job(t, client, state, down, guard))
         except PflsecError as error:
             line.send(("error", type(error).__name__, str(error)))
             continue

@@ -4,7 +4,7 @@ The client's data become the victim batch. Every phase of the method runs its co
 applies to the phase that produces what is sent.
 """
 
-from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -14,7 +14,9 @@ from pflsec.core.errors import TrainingError
 from pflsec.core.items import Items
 from pflsec.core.streams import numpy_stream
 from pflsec.core.vault import VaultWriter
+from pflsec.runtime.checkpoint import State
 from pflsec.runtime.executor import learning_rate
+from pflsec.runtime.privacy import Ledger
 from pflsec.runtime.replay import local_work, residual
 from pflsec.runtime.setup import Setup
 from pflsec.training.local import Training
@@ -62,52 +64,60 @@ class Prober:
         images = federation.dataset.pixels(rows)
         self.vault.pool(images, torch.as_tensor(rows), torch.as_tensor(federation.mean_image()))
 
-    def probe_round(self, t: int, server: Items, states: Mapping[int, Items], memories: Mapping[int, Items]) -> int:
-        """Probe every captured client at the start of round t; return the number of captures written."""
-        newcomer = self._public_newcomer()
+    def probe_round(self, now: State, ledger: Ledger | None = None) -> int:
+        """Probe every captured client at the start of a round; return the number of captures written.
+
+        ledger  private training goes into the probes too; they put nothing on the accounts, which speak of the run
+        """
+        setup, newcomer = self.setup, self._public_newcomer()
         count = 0
         for client, batches in self.victims.items():
-            down = self.setup.channel.send_down(self.setup.algorithm.downlink(server, client), t, client)
+            down = setup.channel.send_down(setup.algorithm.downlink(now.server, client), now.t, client)
+            state, memory = now.states[client], now.memories[client]
+            public = bool(state) and all(torch.equal(v, newcomer[k]) for k, v in state.items())
+            revealed = public or setup.algorithm.reconstruct_state(memory) is not None
             for victim, rows in enumerate(batches):
-                self._probe(t, client, victim, rows, down, states[client], memories[client], newcomer)
+                record = Record(
+                    id=f"r{now.t:03d}-c{client:02d}-v{victim}-probe",
+                    algorithm=setup.config.algo,
+                    round=now.t,
+                    client=client,
+                    victim=victim,
+                    kind="probe",
+                    down=down,
+                    up={},
+                    memory=memory if revealed else {},
+                    input=setup.federation.input,
+                    batch=len(rows),
+                    steps=setup.config.victim_steps,
+                    lr=learning_rate(setup, now.t),
+                    personal_equals_public=public,
+                )
+                self._probe(record, rows, state, ledger)
                 count += 1
         return count
 
-    def _probe(
-        self, t: int, client: int, victim: int, rows: np.ndarray, down: Items, state: Items, memory: Items, newcomer: Items
-    ) -> None:
-        setup, name = self.setup, f"r{t:03d}-c{client:02d}-v{victim}-probe"
-        x, y = self._batch(rows)
-        public = bool(state) and all(torch.equal(v, newcomer[k]) for k, v in state.items())
-        revealed = public or setup.algorithm.reconstruct_state(memory) is not None
-        record = Record(
-            id=name,
-            algorithm=setup.config.algo,
-            round=t,
-            client=client,
-            victim=victim,
-            kind="probe",
-            down=down,
-            up={},
-            memory=memory if revealed else {},
-            input=setup.federation.input,
-            batch=len(rows),
-            steps=setup.config.victim_steps,
-            lr=learning_rate(setup, t),
-            personal_equals_public=public,
-        )
-        ctx = local_work(setup.net, record, x, y, setup.config.seed, driver=Training)
-        done = setup.algorithm.local(ctx, state, down)
-        up = setup.channel.send_up(done.up, down, t, client)
-        distance = residual(setup.algorithm, setup.net, record, x, y, state, done.up, setup.config.seed)
+    def _probe(self, record: Record, rows: np.ndarray, state: Items, ledger: Ledger | None) -> None:
+        """Do the exchange that a record describes on a victim batch; check it, and write capture and truth."""
+        setup, (x, y) = self.setup, self._batch(rows)
+        algorithm, seed = setup.algorithm, setup.config.seed
+        plain = algorithm.local(local_work(setup.net, record, x, y, seed, Training), state, record.down).up
+        distance = residual(algorithm, setup.net, record, x, y, state, plain, seed)
         if not np.isfinite(distance):
             raise TrainingError(
-                f"capture {name}: {setup.config.algo}.local does not repeat itself on the same batch (its replay sends other "
-                "items). Local work must be a pure function of its arguments."
+                f"capture {record.id}: {setup.config.algo}.local does not repeat itself on the same batch (its replay sends "
+                "other items). Local work must be a pure function of its arguments."
             )
-        self.store.write(Record(**{**record.__dict__, "up": up}))
+        sent = plain
+        if ledger is not None:
+            ctx = local_work(setup.net, record, x, y, seed, Training)
+            key = "probe", record.round, record.victim
+            ctx.guard = ledger.guard(record.client, *key, samples=len(rows), batch_size=len(rows))
+            sent = algorithm.local(ctx, state, record.down).up
+        up = setup.channel.send_up(sent, record.down, record.round, record.client)
+        self.store.write(replace(record, up=up))
         facts = {"replay_residual": distance, "dataset_index": [int(r) for r in rows]}
-        self.vault.victim(name, x, y, torch.as_tensor(rows), state, facts)
+        self.vault.victim(record.id, x, y, torch.as_tensor(rows), state, facts)
 
     def _batch(self, rows: np.ndarray) -> tuple[Tensor, Tensor]:
         federation = self.setup.federation

@@ -71,7 +71,7 @@ def capture(
     labels, state  the truth, where granted
     """
     known = _known_state(algorithm, net, record, history)
-    reference = _example(algorithm, net) if known is None else known
+    reference = _example(algorithm, net) | (known or {})
     state_seen, down, up = (cast(items, torch.float64) for items in (reference, record.down, record.up))
     return Capture(
         record=record,
@@ -113,7 +113,8 @@ def relative_distance(guess: Mapping[str, Tensor], seen: Mapping[str, Tensor]) -
 
 
 def _known_state(algorithm: Algorithm[Any], net: Network, record: Record, history: bool) -> Items | None:
-    """Return the client's private items as far as the adversary can tell; {} if there are none, None if hidden."""
+    """Return the client's private items as far as the adversary can tell: all or some; {} if there are none, None if
+    all are hidden."""
     if history and record.memory and (found := algorithm.reconstruct_state(record.memory)) is not None:
         return found
     if record.personal_equals_public:

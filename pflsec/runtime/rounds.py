@@ -9,7 +9,7 @@ import torch
 from pflsec.core.errors import RunError, TrainingError
 from pflsec.core.items import Items, first_nonfinite
 from pflsec.core.vault import VaultWriter
-from pflsec.runtime import checkpoint, evaluate
+from pflsec.runtime import checkpoint, evaluate, privacy
 from pflsec.runtime import cohort as cohorts
 from pflsec.runtime.checkpoint import State
 from pflsec.runtime.executor import Executor, Job, Outcome, Serial, learning_rate, one_thread
@@ -39,10 +39,12 @@ class Federated:
         watched = setup.config.captured_clients() if setup.config.captured_rounds() else []
         self.memories = {c: algorithm.init_client(public, self.server) for c in watched}
         self.last_trained: dict[int, int] = {}
+        dp = privacy.mechanism(setup)
+        self.ledger = privacy.Ledger(setup, dp, setup.config.dp_seed) if dp else None
 
     def state(self) -> State:
         """Return all that changes, for a checkpoint."""
-        return State(self.t, self.server, self.states, self.memories, self.last_trained, {})
+        return State(self.t, self.server, self.states, self.memories, self.last_trained, self._facts())
 
     def restore(self, state: State) -> None:
         """Go on from a checkpoint. Raises RunError when it does not fit this run."""
@@ -50,6 +52,11 @@ class Federated:
             raise RunError("the checkpoint is of another run: its clients are not those of this one.")
         self.t, self.server, self.states = state.t, state.server, state.states
         self.memories, self.last_trained = state.memories, state.last_trained
+        if self.ledger:
+            self.ledger.restore(state.facts["privacy"])
+
+    def _facts(self) -> dict[str, Any]:
+        return {"privacy": self.ledger.facts()} if self.ledger else {}
 
     def advance(self) -> tuple[dict[str, Any], list[Mapping[str, Any]]]:
         """Play one round; return its metrics and its rows for clients.csv."""
@@ -59,9 +66,12 @@ class Federated:
         cohort = cohorts.draw(config.seed, t, setup.federation.clients, config.participation, weights)
         lost = cohorts.lost(config.seed, t, cohort, config.drop_rate)
 
+        stopped = [c for c in cohort if self.ledger and self.ledger.exhausted(c)]
+        cohort = [c for c in cohort if c not in stopped]
         downs = {c: setup.channel.send_down(algorithm.downlink(self.server, c), t, c, ledger) for c in cohort}
         # A lost upload leaves no trace anywhere, so the work behind it need not be done.
-        jobs = [Job(t, c, self.states[c], downs[c]) for c in cohort if c not in lost]
+        guards = {c: self.ledger.guard(c, "round", t) for c in cohort} if self.ledger else {}
+        jobs = [Job(t, c, self.states[c], downs[c], guards.get(c)) for c in cohort if c not in lost]
         outcomes = {o.client: o for o in self.executor.run(jobs)}
         ups = {c: setup.channel.send_up(o.done.up, downs[c], t, c, ledger) for c, o in sorted(outcomes.items())}
 
@@ -71,14 +81,16 @@ class Federated:
         trained = {c: algorithm.deploy_trained(o.done.state, downs[c], ups[c]) for c, o in outcomes.items()}
         self._commit(server, outcomes, downs, ups)
 
-        metrics = {"round": t, "lr": learning_rate(setup, t), "cohort": cohort, "lost": sorted(lost)}
+        metrics = {"round": t, "lr": learning_rate(setup, t), "cohort": cohort, "lost": sorted(lost - set(stopped)), "stopped": stopped}
         losses = [o.train_loss for o in outcomes.values()]
         metrics["train_loss"] = sum(losses) / len(losses) if losses else None
         metrics["seconds_train"] = time.perf_counter() - began
         rows = self._evaluate(t, cohort, outcomes, trained, metrics)
         metrics["bytes_down"], metrics["bytes_up"] = ledger.total("down"), ledger.total("up")
         metrics["bytes_by_kind"] = {d: dict(kinds) for d, kinds in ledger.bytes.items()}
-        metrics["epsilon"] = None
+        spent = {c: self.ledger.epsilon(c) for c in self.states} if self.ledger else {}
+        metrics["epsilon"] = max(spent.values(), default=None)
+        rows = [row | {"epsilon": spent.get(row["client"])} for row in rows]
         metrics["seconds"] = time.perf_counter() - began
         return metrics, rows
 
@@ -88,6 +100,8 @@ class Federated:
             if c in self.memories:
                 self.memories[c] = self.setup.algorithm.observe(self.memories[c], downs[c], ups[c])
             self.states[c] = outcomes[c].done.state
+            if self.ledger:
+                self.ledger.spend(c, list(outcomes[c].spent))
             self.last_trained[c] = self.t
         self.server = server
         self.t += 1
@@ -106,9 +120,10 @@ class Federated:
         before = time.perf_counter()
         personal: list[float] = []
         if due:
-            personal, common = evaluate.everybody(setup, self.server, self.states)
+            personal, common = evaluate.everybody(setup, self.server, self.states, t + 1)
             metrics |= evaluate.summary(personal, evaluate.test_sizes(setup)) | {"global_accuracy": common}
-        own = {c: evaluate.accuracy(setup, items, c) for c, items in trained.items()} if due else {}
+        ready = {c: evaluate.ready(setup, items, c, t + 1) for c, items in trained.items()} if due else {}
+        own = {c: evaluate.accuracy(setup, items, c) for c, items in ready.items()}
         metrics["seconds_eval"] = time.perf_counter() - before
         return [
             {
@@ -143,7 +158,7 @@ def play(setup: Setup, folder: RunFolder, report: Report, executor: Executor | N
             prober.write_pool()
         for t in range(federated.t, setup.config.rounds):
             if prober and t in due:
-                prober.probe_round(t, federated.server, federated.states, federated.memories)
+                prober.probe_round(federated.state(), federated.ledger)
             metrics, rows = federated.advance()
             folder.add_clients(rows)
             folder.add_metrics(metrics)

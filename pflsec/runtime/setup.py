@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from pflsec.config.train import TrainConfig
+from pflsec.config.train import TrainConfig, parse_assignments, split_assignments
 from pflsec.core import registry
 from pflsec.core.algorithm import Algorithm
 from pflsec.core.config import build as build_config
@@ -28,6 +28,7 @@ class Setup:
     net: Network
     algorithm: Algorithm[Any]
     channel: Channel
+    defenses: tuple[Defense[Any], ...] = ()
     own_dataset: Dataset | None = None
     """The dataset that was passed in place of the configured one."""
 
@@ -60,8 +61,9 @@ def prepare(config: TrainConfig, dataset: Dataset | None = None) -> Setup:
     config = config.model_copy(update={"clients": federation.clients})
     net, algorithm = rebuild(config, federation.input)
     _check_victims(config, federation)
-    defenses = [_defense(text) for text in config.defense]
-    return Setup(config, federation, net, algorithm, Channel(algorithm.contract, defenses, config.seed), dataset)
+    defenses = tuple(parse_defense(text) for text in config.defense)
+    channel = Channel(algorithm.contract, defenses, config.seed)
+    return Setup(config, federation, net, algorithm, channel, defenses, dataset)
 
 
 def rebuild(config: TrainConfig, spec: InputSpec) -> tuple[Network, Algorithm[Any]]:
@@ -71,11 +73,12 @@ def rebuild(config: TrainConfig, spec: InputSpec) -> tuple[Network, Algorithm[An
     return net, kind(build_config(kind.Config, config.settings, config.algo), net, config.clients)
 
 
-def _defense(text: str) -> Defense[Any]:
+def parse_defense(text: str) -> Defense[Any]:
+    """Return a defense from NAME or NAME:k=v,k=v. Raises ConfigError for unknown names and settings."""
     name, _, knobs = text.partition(":")
-    pairs = dict(pair.split("=", 1) for pair in knobs.split(",") if "=" in pair)
+    values = parse_assignments(split_assignments([k for k in knobs.split(",") if k], f"--defense {name}"))
     kind = registry.load("defenses", name)
-    return kind(build_config(kind.Config, pairs, name))
+    return kind(build_config(kind.Config, values, f"defense {kind.key}"))
 
 
 def _check_victims(config: TrainConfig, federation: Federation) -> None:

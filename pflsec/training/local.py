@@ -5,15 +5,18 @@ the graph, so that what a client would send is a differentiable function of its 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pflsec.core.defense import Guard
+from pflsec.core.errors import PrivacyError
 from pflsec.core.items import Items
-from pflsec.core.local import LossPerExample, Penalty
+from pflsec.core.local import LossPerExample, Penalty, Projection, Stop
 from pflsec.core.network import Net
 from pflsec.core.streams import stream
 
@@ -62,7 +65,8 @@ class Unrolled:
     keeps_graph = True
 
     def begin(self, params: Mapping[str, Tensor]) -> Items:
-        return {k: v if v.requires_grad else v.detach().requires_grad_() for k, v in params.items()}
+        # New nodes of the graph, not the given ones: what else was computed from those counts as constant in a gradient.
+        return {k: v.view_as(v) if v.requires_grad else v.detach().requires_grad_() for k, v in params.items()}
 
     def move(self, params: Items, gradients: Sequence[Tensor], lr: float) -> Items:
         return {k: torch.sub(p, g, alpha=lr) for (k, p), g in zip(params.items(), gradients, strict=True)}
@@ -88,9 +92,11 @@ class LocalWork:
     round: int
     client: int
     driver: Driver = field(default_factory=Training)
+    guard: Guard | None = None
     losses: list[Tensor] = field(default_factory=list)
     """Mean data loss of every step of the main phase."""
     _used: dict[str, int] = field(default_factory=dict)
+    _stepping: bool = False
 
     @property
     def num_samples(self) -> int:
@@ -102,36 +108,70 @@ class LocalWork:
         on: LossPerExample,
         *,
         penalty: Penalty | None = None,
-        inputs: Tensor | None = None,
+        project: Projection | None = None,
+        until: Stop | None = None,
+        features_of: Mapping[str, Tensor] | None = None,
         epochs: int | None = None,
         lr: float | None = None,
         phase: str = "main",
     ) -> Items:
+        if until is not None:
+            self._refuse_raw("a loop that stops on the loss")
         held = self.driver.begin(params)
         rate = self.lr if lr is None else lr
         draws = self.rng(f"penalty.{phase}")
-        for x, y in self._batches(self.x if inputs is None else inputs, epochs, phase):
-            loss = on(held, x, y).mean()
-            if phase == "main":
-                self.losses.append(loss.detach())
-            total = loss if penalty is None else loss + penalty(held, draws)
-            held = self.driver.move(held, self._gradient(total, held), rate)
+        inputs = self.x if features_of is None else self._features(features_of)
+        log: list[Tensor] | None = self.losses if phase == "main" else [] if until else None
+        seen: list[float] = []
+        for step, (x, y) in enumerate(self._batches(inputs, epochs, phase), 1):
+            gradients = self._step_gradient(held, on, x, y, penalty, draws, log)
+            held = self.driver.move(held, gradients, rate)
+            if project is not None:
+                held = self.driver.begin(project(held))
+            if until is not None and log is not None and step % self.steps(1) == 0:
+                seen.append(float(torch.stack(log[-self.steps(1) :]).mean()))
+                if until(seen):
+                    break
         return self.driver.end(held)
 
     def steps(self, epochs: int | None = None) -> int:
         return (self.epochs if epochs is None else epochs) * -(-self.num_samples // self.batch_size)
 
     def batches(self, epochs: int | None = None, phase: str = "main") -> Iterator[tuple[Tensor, Tensor]]:
+        self._refuse_raw("ctx.batches")
         return self._batches(self.x, epochs, phase)
 
     def step(
         self, params: Mapping[str, Tensor], on: LossPerExample, x: Tensor, y: Tensor, *, lr: float | None = None
     ) -> Items:
         held = self.driver.begin(params)
-        gradients = self._gradient(on(held, x, y).mean(), held)
+        gradients = self._step_gradient(held, on, x, y, None, self.rng("step"), None)
         return self.driver.end(self.driver.move(held, gradients, self.lr if lr is None else lr))
 
+    def row_sets(self, count: int, epochs: int | None = None, phase: str = "main") -> Iterator[tuple[Tensor, ...]]:
+        epochs = self.epochs if epochs is None else epochs
+        whole = self.num_samples // (count * self.batch_size)
+        if self.guard is not None:
+            drawn = self.guard.rows(count * epochs)
+            yield from islice(zip(*[drawn] * count, strict=False), epochs * max(1, whole))
+            return
+        order = self._order(phase)
+        for _ in range(epochs):
+            rows = torch.randperm(self.num_samples, generator=order)
+            if whole:
+                sets = rows[: whole * count * self.batch_size].split(self.batch_size)
+            else:
+                again = -(-count // self.num_samples)
+                sets = rows.repeat(again)[: max(count, self.num_samples)].tensor_split(count)
+            yield from zip(*[iter(sets)] * count, strict=True)
+
+    def gradient(self, params: Mapping[str, Tensor], on: LossPerExample, rows: Tensor, *, phase: str = "main") -> Items:
+        held, log = self.driver.begin(params), self.losses if phase == "main" else None
+        found = self._step_gradient(held, on, self.x[rows], self.y[rows], None, self.rng("gradient"), log)
+        return dict(zip(held, found, strict=True))
+
     def full_gradient(self, params: Mapping[str, Tensor], on: LossPerExample) -> Items:
+        self._refuse_raw("ctx.full_gradient")
         held = self.driver.begin(params)
         total = [torch.zeros_like(p) for p in held.values()]
         for x, y in zip(self.x.split(FEATURE_BATCH), self.y.split(FEATURE_BATCH), strict=True):
@@ -140,12 +180,17 @@ class LocalWork:
         return {k: t / self.num_samples for k, t in zip(held, total, strict=True)}
 
     def features(self, body: Mapping[str, Tensor]) -> Tensor:
+        self._refuse_raw("ctx.features")
+        return self._features(body)
+
+    def _features(self, body: Mapping[str, Tensor]) -> Tensor:
         if self.driver.keeps_graph:
             return self.net.features(body, self.x)
         with torch.no_grad():
             return torch.cat([self.net.features(body, x) for x in self.x.split(FEATURE_BATCH)])
 
     def targets(self) -> Tensor:
+        self._refuse_raw("ctx.targets")
         return self.y
 
     def one_hot(self, y: Tensor) -> Tensor:
@@ -157,29 +202,95 @@ class LocalWork:
     def head_ce(self, head: Mapping[str, Tensor], z: Tensor, y: Tensor) -> Tensor:
         return cross_entropy(self.net.head(head, z), y)
 
+    def subset(self, share: float, purpose: str) -> "LocalWork":
+        self._refuse_raw("ctx.subset")
+        size = max(1, round(share * self.num_samples))
+        rows = torch.randperm(self.num_samples, generator=self.rng(f"subset.{purpose}"))[:size].sort().values
+        return replace(self, x=self.x[rows], y=self.y[rows], losses=[], _used={})
+
+    def constant(self, value: Tensor) -> Tensor:
+        return Constant.apply(value, self) if self.driver.keeps_graph else value.detach()
+
     def rng(self, purpose: str) -> torch.Generator:
         return stream(self.seed, "local", self.round, self.client, purpose)
+
+    def _step_gradient(
+        self,
+        held: Items,
+        on: LossPerExample,
+        x: Tensor,
+        y: Tensor,
+        penalty: Penalty | None,
+        draws: torch.Generator,
+        log: list[Tensor] | None,
+    ) -> list[Tensor]:
+        """Return the gradient of one step. A penalty sees no data: where there is a guard, it passes beside it."""
+        if self.guard is None:
+            loss = on(held, x, y).mean()
+            if log is not None:
+                log.append(loss.detach())
+            return self._gradient(loss if penalty is None else loss + penalty(held, draws), held)
+        gradients = self.guard.gradient(on, held, x, y)
+        if log is not None and len(x):
+            with torch.no_grad():
+                log.append(on(held, x, y).mean())
+        if penalty is not None:
+            pull = self._gradient(penalty(held, draws), held)
+            gradients = [g + p for g, p in zip(gradients, pull, strict=True)]
+        return gradients
+
+    def _refuse_raw(self, what: str) -> None:
+        if self.guard is not None:
+            raise PrivacyError(
+                f"{what} hands out raw data, which a defense inside training cannot protect. Use ctx.fit or ctx.step, or "
+                "train this method without it."
+            )
 
     def _gradient(self, loss: Tensor, params: Items) -> list[Tensor]:
         """Return d loss / d params; parameters that the loss does not reach get zeros."""
         if not params:  # a network that is cut at its first layer has an empty body
             return []
-        found = torch.autograd.grad(
-            loss, list(params.values()), create_graph=self.driver.keeps_graph, allow_unused=True
-        )
+        self._stepping = True
+        try:
+            found = torch.autograd.grad(
+                loss, list(params.values()), create_graph=self.driver.keeps_graph, allow_unused=True
+            )
+        finally:
+            self._stepping = False
         return [torch.zeros_like(p) if g is None else g for g, p in zip(found, params.values(), strict=True)]
 
     def _batches(self, x: Tensor, epochs: int | None, phase: str) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield minibatches: a fresh order every epoch, the last short batch kept."""
-        again = self._used.get(phase, 0)
-        self._used[phase] = again + 1
-        order = self.rng(f"batches.{phase}.{again}")
+        if self.guard is not None:
+            for rows in self.guard.rows(self.epochs if epochs is None else epochs):
+                yield x[rows], self.y[rows]
+            return
+        order = self._order(phase)
         for _ in range(self.epochs if epochs is None else epochs):
             if self.num_samples <= self.batch_size:  # one batch: its order says nothing, and an attacker need not guess it
                 yield x, self.y
                 continue
             rows = torch.randperm(self.num_samples, generator=order)
             yield from zip(x[rows].split(self.batch_size), self.y[rows].split(self.batch_size), strict=True)
+
+    def _order(self, phase: str) -> torch.Generator:
+        """Return the stream of the batch order; a phase that is played again gets another one."""
+        again = self._used.get(phase, 0)
+        self._used[phase] = again + 1
+        return self.rng(f"batches.{phase}.{again}")
+
+
+class Constant(torch.autograd.Function):
+    """The identity, which passes no slope on while local work takes the gradient of a step, and passes it on otherwise."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, work: LocalWork) -> Tensor:  # type: ignore[override]
+        ctx.work = work
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, None]:  # type: ignore[override]
+        return (None if ctx.work._stepping else slope), None
 
 
 def cross_entropy(logits: Tensor, y: Tensor) -> Tensor:

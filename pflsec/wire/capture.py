@@ -43,7 +43,8 @@ class Capture:
     """A record, with what the threat model grants on top, and the client's own code to replay.
 
     labels, state  the truth, where granted; None otherwise
-    known          the client's private items as far as the adversary can tell: {} if there are none, None if hidden
+    known          the client's private items as far as the adversary can tell: all or some; {} if there are none, None if
+                   all are hidden
     """
 
     record: Record
@@ -70,6 +71,14 @@ class Capture:
         """The classes in the batch, int64 [k], where a label set is on the wire; None otherwise."""
         held = self.record.up.get("held")
         return None if held is None or held.dtype != torch.bool else held.nonzero().flatten()
+
+    @property
+    def label_counts(self) -> Tensor | None:
+        """The number of images of each class in the batch, int64 [classes], where a histogram is on the wire."""
+        counts = self.record.up.get("label_counts")
+        if counts is None or not counts.sum() > 0:
+            return None
+        return (counts / counts.sum() * self.count).round().long()  # several epochs count every image several times
 
     def replay(self, x: Tensor, y: Tensor, state: Items) -> Items:
         """Return what the client would have sent for this batch, as `target` shows it; differentiable in all arguments.

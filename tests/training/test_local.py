@@ -81,6 +81,11 @@ def test_another_phase_or_an_own_draw_never_shifts_the_main_order():
     assert all(torch.equal(a[0], b[0]) for a, b in zip(plain.batches(), busy.batches(), strict=True))
 
 
+def test_phases_have_orders_of_their_own():
+    ctx = ten(batch_size=3)
+    assert not torch.equal(*(torch.cat([x for x, _ in ctx.batches(phase=phase)]) for phase in ("main", "other")))
+
+
 def test_a_second_fit_of_a_phase_draws_anew():
     ctx = ten(batch_size=3)
     first, second = (torch.cat([x for x, _ in ctx.batches()]) for _ in range(2))
@@ -140,14 +145,14 @@ def test_training_keeps_no_graph_and_unrolling_does():
         assert all(v.requires_grad == kept for v in ctx.fit(start, on=ctx.ce).values())
 
 
-def test_replaced_inputs_go_with_the_rows_they_replace():
+def test_features_of_a_still_body_go_with_the_rows_they_replace():
     """Training a head on features that were computed once equals training it on top of the body."""
     net = toys.tiny()
     model = net.fresh(0)
     body = {k: v for k, v in model.items() if k.startswith("body.")}
     head = {k: v for k, v in model.items() if k.startswith("head.")}
     one, two = ten(epochs=2, batch_size=3), ten(epochs=2, batch_size=3)
-    cached = one.fit(head, on=one.head_ce, inputs=one.features(body))
+    cached = one.fit(head, on=one.head_ce, features_of=body)
     assert toys.distance(cached, two.fit(head, on=lambda h, x, y: two.ce(body | h, x, y))) < 1e-14
 
 

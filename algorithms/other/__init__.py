@@ -1,0 +1,1 @@
+"""Methods that fit no other family, and the control without any communication."""

@@ -1,0 +1,1 @@
+"""Defenses inside local training: they stand at every gradient that is taken on data."""

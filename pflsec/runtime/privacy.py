@@ -1,0 +1,162 @@
+"""Differential privacy over a run: who adds how much noise, what has been spent, and who has to stop."""
+
+import secrets
+import warnings
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import torch
+
+from pflsec.core.defense import Guard, Spend, StepDefense
+from pflsec.core.errors import PflsecWarning, PrivacyError
+from pflsec.core.streams import seed_of
+from pflsec.runtime import cohort as cohorts
+from pflsec.runtime.setup import Setup
+from pflsec.training.local import LocalWork
+
+PUBLIC = ("counts",)
+"""Kinds of items that the guarantee takes as public: sample counts."""
+
+
+def mechanism(setup: Setup) -> StepDefense[Any] | None:
+    """Return the run's private training, or None without one. Raises PrivacyError when the method cannot be trained under it."""
+    found = next((d for d in setup.defenses if isinstance(d, StepDefense)), None)
+    if found is not None:
+        support = setup.algorithm.dp_support
+        if support != "full":
+            raise PrivacyError(
+                f"{setup.config.algo} cannot be trained under {found.key} ({support}). Choose another method, or no {found.key}."
+            )
+    return found
+
+
+def coverage(setup: Setup) -> dict[str, str]:
+    """Return, for every item of the uplink, whether the guarantee covers it."""
+    on = mechanism(setup) is not None
+    items = {key.rstrip("?"): kind for key, kind in setup.algorithm.contract.up.items()}
+    words = {True: "public, by assumption", False: "covered" if on else "not covered: dp-sgd is off"}
+    return {item: words[kind.partition(" [")[0] in PUBLIC and on] for item, kind in items.items()}
+
+
+class Ledger:
+    """The privacy accounts of all clients: noise, spending, budgets. All that changes is in `accounts` and `secret`.
+
+    secret  from the operating system, once a run; kept in checkpoints alone. Two runs differ, a resumed one does not.
+    """
+
+    def __init__(self, setup: Setup, dp: StepDefense[Any], secret: int | None = None):
+        self.setup, self.dp = setup, dp
+        self.secret = secrets.randbits(62) if secret is None else secret
+        self.sizes = setup.federation.sizes()
+        self.accounts: dict[int, list[Spend]] = {c: [] for c in range(len(self.sizes))}
+        self.epochs = self._epochs()
+        self.sigmas = self._sigmas()
+        self._warn()
+
+    def guard(self, client: int, *key: int | str, samples: int | None = None, batch_size: int | None = None) -> Guard:
+        """Return the guard of one local work of a client. `key` says which, e.g. the round."""
+        count = self.sizes[client] if samples is None else samples
+        batch = self.setup.config.batch_size if batch_size is None else batch_size
+        name = seed_of("dp", self.secret, client, *key)
+        return self.dp.guard(count, batch, self.sigmas[client], name)
+
+    def spend(self, client: int, spent: list[Spend]) -> None:
+        """Put noisy steps on a client's account."""
+        account = self.accounts[client]
+        for sigma, rate, steps in spent:
+            if account and account[-1][:2] == (sigma, rate):
+                account[-1] = (sigma, rate, account[-1][2] + steps)
+            else:
+                account.append((sigma, rate, steps))
+
+    def epsilon(self, client: int, more: int = 0) -> float:
+        """Return what a client has spent, or would have after so many further epochs."""
+        account = list(self.accounts[client])
+        if more:
+            steps = self._steps_per_epoch(client)
+            account.append((self.sigmas[client], 1 / steps, more * steps))
+        return self.dp.epsilon(account, self.sizes[client])
+
+    def exhausted(self, client: int) -> bool:
+        """Return whether one more round would take a client beyond its budget."""
+        budget = self.dp.budget
+        return budget is not None and self.epsilon(client, more=self.epochs) > budget * (1 + 1e-9)
+
+    def facts(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps."""
+        return {"secret": self.secret, "accounts": self.accounts}
+
+    def restore(self, facts: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint's facts."""
+        self.secret = int(facts["secret"])
+        self.accounts = {int(c): [(s, q, int(n)) for s, q, n in rows] for c, rows in facts["accounts"].items()}
+
+    def _steps_per_epoch(self, client: int) -> int:
+        return max(1, -(-self.sizes[client] // self.setup.config.batch_size))
+
+    def _epochs(self) -> int:
+        """Return how many epochs of noisy steps one local work makes, over all its phases: found by doing one on two rows."""
+        setup = self.setup
+        x, y = (t[:2] for t in setup.federation.train(0))
+        guard = self.dp.guard(len(y), len(y), 1.0, "count")
+        fresh = setup.server_fresh
+        server = setup.algorithm.init_server(fresh)
+        ctx = LocalWork(setup.net, x, y, setup.config.lr, setup.config.local_epochs, len(y), 0, 0, 0, guard=guard)
+        with torch.random.fork_rng(devices=[]):
+            setup.algorithm.local(ctx, setup.algorithm.init_client(fresh, server), setup.algorithm.downlink(server, 0))
+        return sum(steps for _, _, steps in guard.spent)
+
+    def _sigmas(self) -> list[float]:
+        """Return each client's noise multiplier for its planned rounds; clients of one size and plan share the search."""
+        planned = self._planned_rounds()
+        find = cache(lambda n, steps, rounds: self.dp.noise_multiplier(n, 1 / steps, rounds * self.epochs * steps))
+        return [find(n, self._steps_per_epoch(c), planned[c]) for c, n in enumerate(self.sizes)]
+
+    def _planned_rounds(self) -> list[int]:
+        """Return in how many rounds each client will be asked: cohorts are known in advance."""
+        config, counts = self.setup.config, [0] * len(self.sizes)
+        weights = self.setup.algorithm.sampling_weights(self.sizes)
+        for t in range(config.rounds):
+            for client in cohorts.draw(config.seed, t, len(self.sizes), config.participation, weights):
+                counts[client] += 1
+        return counts
+
+    def _warn(self) -> None:
+        small = [c for c, n in enumerate(self.sizes) if n <= self.setup.config.batch_size]
+        if small:
+            warnings.warn(
+                f"dp-sgd: {len(small)} clients have no more samples than a batch (sample rate 1), so that sampling does not "
+                f"amplify their privacy (first: client {small[0]}). Use a smaller --batch-size.",
+                PflsecWarning,
+                stacklevel=2,
+            )
+        loose = [c for c, n in enumerate(self.sizes) if self.dp.delta(n) >= 1 / n]
+        if loose:
+            warnings.warn(
+                f"dp-sgd: delta is {self.dp.delta(self.sizes[loose[0]]):g}, at least 1/n for {len(loose)} clients (first: client "
+                f"{loose[0]} with {self.sizes[loose[0]]} samples); such a guarantee allows publishing a record. Lower delta.",
+                PflsecWarning,
+                stacklevel=2,
+            )
+
+
+def describe(setup: Setup) -> dict[str, Any]:
+    """Return the privacy part of run.json. Raises PrivacyError when the method cannot be trained under the defense."""
+    dp = mechanism(setup)
+    if dp is None:
+        return {"enabled": False, "coverage": {}}
+    ledger = Ledger(setup, dp, secret=0)
+    deltas = [dp.delta(n) for n in ledger.sizes]
+    return {
+        "enabled": True,
+        "defense": dp.key,
+        "settings": dp.cfg.model_dump(),
+        "guarantee": dp.claim(),
+        "adversary": "everybody who sees the messages",
+        "noise_multiplier": {"least": min(ledger.sigmas), "most": max(ledger.sigmas)},
+        "delta": {"least": min(deltas), "most": max(deltas)},
+        "epochs_accounted_per_round": ledger.epochs,
+        "coverage": coverage(setup),
+        "test_seed": setup.config.dp_seed is not None,
+    }

@@ -23,8 +23,14 @@ def ratio(seconds: dict[str, list[float]], of: str, to: str) -> float:
     return statistics.median(a / b for a, b in zip(seconds[of], seconds[to], strict=True))
 
 
-def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+def table(title: str, columns: Sequence[str], body: Sequence[Sequence[object]]) -> None:
     """Print a Markdown table."""
     print(f"\n{title}\n\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
-    for row in rows:
-        print("| " + " | ".join(f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row) + " |", flush=True)
+    for cells in body:
+        row(cells)
+
+
+def row(*parts: Sequence[object]) -> None:
+    """Print one more row of a Markdown table, made of these parts."""
+    cells = [f"{cell:.3g}" if isinstance(cell, float) else str(cell) for part in parts for cell in part]
+    print(f"| {' | '.join(cells)} |", flush=True)

@@ -12,6 +12,7 @@ from pflsec.attacks.objectives import Objective
 from pflsec.attacks.problem import Draw, Hidden, Labels, Problem
 from pflsec.core.attack import Reconstruction
 from pflsec.core.config import Config, at_least, option
+from pflsec.core.items import Items
 from pflsec.wire.capture import Capture
 
 
@@ -33,14 +34,15 @@ def match(
     cfg: MatchingConfig,
     rng: torch.Generator,
     *,
-    objective: Objective,
+    distance: Callable[[Items], Objective],
     draw: Draw,
     plans: Sequence[Plan],
     prior: Callable[[Tensor], Tensor] | None = None,
 ) -> Reconstruction:
     """Return the best of several descents, chosen by the objective alone. Stops early once one has converged.
 
-    plans  tried in turn, each from the best point of those before, until one converges
+    distance  from what was seen to the objective, such as `objectives.cosine`
+    plans     tried in turn, each from the best point of those before, until one converges
     Under `hidden = oracle` each attempt runs twice, with the true private items fixed and freed from there: given alone
     they are no upper bound, since a search with more freedom may get further.
     """
@@ -52,7 +54,7 @@ def match(
         problem = Problem(cap, cfg.labels, cfg.hidden, rng, dtype)
         attempts = [problem, problem.joint_from_here()] if problem.hidden == "oracle" else [problem]
         for attempt in attempts:
-            found = descend(_loss(attempt, objective, prior), attempt.start(draw), plans, box)
+            found = descend(_loss(attempt, distance(cap.target), prior), attempt.start(draw), plans, box)
             endings[found.status] += 1
             if best is None or found.objective < best[0].objective:
                 best = (found, attempt)

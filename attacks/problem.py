@@ -10,7 +10,7 @@ from pflsec.attacks import label_rules
 from pflsec.attacks.minimise import Free
 from pflsec.core.errors import NotApplicable
 from pflsec.core.items import Items, cast, floating
-from pflsec.wire.capture import Capture
+from pflsec.wire.capture import MOST_STEPS, Capture
 
 Labels = Literal["restore", "optimise", "known"]
 Hidden = Literal["auto", "guess", "joint", "log", "oracle"]
@@ -44,6 +44,10 @@ class Problem:
     def __init__(self, cap: Capture, labels: Labels, hidden: Hidden, rng: torch.Generator, dtype: torch.dtype):
         if not cap.target:
             raise NotApplicable("nothing that the client sends depends on its data")
+        if cap.record.steps > MOST_STEPS:
+            raise NotApplicable(
+                f"the upload is the sum of {cap.record.steps} local steps on {cap.count} images; unrolling stops at {MOST_STEPS}"
+            )
         self.cap, self.rng, self.dtype = cap, rng, dtype
         self.y, self.labels = self._labels(labels)
         self.secret: set[str] = set()

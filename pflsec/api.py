@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pflsec.config.attack import AttackConfig, attack_names, make_attack
 from pflsec.config.train import resolve, run_name
-from pflsec.core import registry
+from pflsec.core import methodfile, registry
 from pflsec.core.attack import Attack
 from pflsec.core.config import build
 from pflsec.core.errors import PflsecError, RunError
@@ -27,6 +27,8 @@ from pflsec.leakage.perceptual import Perceptual
 from pflsec.leakage.score import VictimScore, score
 from pflsec.leakage.vault import Pool, Truth, Vault
 from pflsec.runtime import attacking, checkpoint, manifest, privacy
+from pflsec.runtime.estimate import Cost
+from pflsec.runtime.estimate import estimate as _estimate
 from pflsec.runtime.executor import Executor, Serial
 from pflsec.runtime.folder import RunFolder, attack_folder, secure
 from pflsec.runtime.pool import Processes
@@ -105,6 +107,11 @@ def plan_training(
     return prepare(resolve(options, preset=preset, file=file, assignments=assignments), dataset)
 
 
+def estimate(setup: Setup) -> Cost:
+    """Return seconds of work and bytes on disk of a run, roughly, measured on a few of its own batches."""
+    return _estimate(setup)
+
+
 def train(
     *,
     name: str | None = None,
@@ -140,8 +147,9 @@ def run_training(
     executor  serial or processes: the results are the same bits
     """
     dp = privacy.describe(setup)
-    folder = RunFolder.create(Path(runs_dir), run_name(setup.config, name))
-    folder.write_manifest(manifest.describe(setup, folder.path.name, dp))
+    facts = manifest.describe(setup, run_name(setup.config, name), dp)
+    folder = RunFolder.create(Path(runs_dir), facts["name"])
+    folder.write_manifest(facts | {"name": folder.path.name})
     return _play(setup, folder, on_round, executor)
 
 
@@ -189,8 +197,11 @@ def _play(setup: Setup, folder: RunFolder, on_round: OnRound, executor: str) -> 
             folder.write_manifest(facts | {"state": "interrupted", "finished": manifest.now()})
             raise
         except Exception as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            blamed = methodfile.blame(error)
+            reason = str(blamed or error).partition("\n")[0] or type(error).__name__
             folder.write_manifest(facts | {"state": "failed", "reason": reason, "finished": manifest.now()})
+            if blamed:
+                raise blamed from error
             raise
         folder.write_manifest(facts | {"state": "done", "finished": manifest.now()})
     return Run(folder.path)
@@ -231,35 +242,48 @@ class AttackSession:
     def __init__(self, folder: RunFolder, config: AttackConfig):
         self.folder, self.config = folder, config
         self.train, self.spec = attacking.training_config(folder)
+        self.card = registry.card("algorithms", self.train.algo)
         self.captures = attacking.selected(folder, config)
         weights = Path(config.lpips_weights) if config.lpips_weights else None
         self.perceptual = Perceptual.find(config.lpips, weights)
         self.vault = Vault(folder.vault)
         self.pool: Pool | None = self.vault.pool() if (folder.vault / "pool.safetensors").exists() else None
+        attacking.check(folder, self.captures)
+        for capture in self.captures if self.pool is not None else ():
+            self.vault.truth(capture)
 
     def run(self, name: str, made: Attack[Any], on_victim: OnVictim) -> Scores:
-        """Run one attack on all selected captures and write its folder. On Ctrl-C the finished victims are written."""
+        """Run one attack on all selected captures and write its folder.
+
+        On Ctrl-C and on failure the finished victims are written, unless earlier results hold as many.
+        """
         began, started = time.perf_counter(), manifest.now()
         rows: list[dict[str, Any]] = []
         images: list[dict[str, Any]] = []
         pictures: dict[str, Tensor] = {}
+        victims: dict[str, dict[str, Any]] = {}
         path = attack_folder(self.folder, self._id(name, made))
-        finished = False
+        secure(path.parent)
+        state = "interrupted"
         try:
             for tried in attacking.attempts(self._targets(name), self.config.executor, self.config.workers):
                 row, scored, picture = self._row(name, tried)
                 rows.append(row)
+                victims[tried.capture] = {k: getattr(tried.result, k, None) for k in ("failures", "trace")}
                 if scored is not None:
                     images += results.image_rows(tried.capture, scored)
                 if picture is not None:
                     pictures[tried.capture] = picture
                 on_victim(name, len(rows), len(self.captures), row)
-            finished = True
+            state = "done"
+        except Exception:
+            state = "failed"
+            raise
         finally:
-            if finished or (rows and not (path / "attack.json").exists()):
-                meta = self._meta(name, made, path.name, started, time.perf_counter() - began, finished)
+            if state == "done" or len(rows) > results.victims_in(path):
+                meta = self._meta(name, made, path.name, started, time.perf_counter() - began, state)
                 secure(path)
-                results.write(path, meta, rows, images, pictures)
+                results.write(path, meta | {"victims": victims}, rows, images, pictures)
         if pictures and self.pool is not None:
             from pflsec.reports.figures import write_gallery
 
@@ -284,8 +308,8 @@ class AttackSession:
         result = tried.result
         row: dict[str, Any] = {
             "run": self.folder.path.name,
-            "algo": self.train.algo,
-            "family": registry.card("algorithms", self.train.algo).family,
+            "algo": self.card.key,
+            "family": self.card.family,
             "defense": "+".join(self.train.defense) or "none",
             "attack": name,
             "adversary": self.config.adversary,
@@ -323,7 +347,7 @@ class AttackSession:
         facts = [made.cfg.model_dump(), self.config.adversary, self.config.knowledge, self.config.seed, self.captures]
         return f"{name}-{hashlib.sha256(to_json(facts).encode()).hexdigest()[:8]}"
 
-    def _meta(self, name: str, made: Attack[Any], id: str, started: str, seconds: float, finished: bool) -> dict[str, Any]:
+    def _meta(self, name: str, made: Attack[Any], id: str, started: str, seconds: float, state: str) -> dict[str, Any]:
         card = registry.card("attacks", name)
         threat = self.config.threat
         return {
@@ -344,7 +368,7 @@ class AttackSession:
                 "status": self.perceptual.status,
                 "remedy": self.perceptual.remedy,
             },
-            "state": "done" if finished else "interrupted",
+            "state": state,
             "started": started,
             "finished": manifest.now(),
             "seconds": seconds,

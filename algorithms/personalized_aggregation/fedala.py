@@ -31,7 +31,7 @@ class FedALAConfig(Config):
     mix_lr: float = at_least(0, default=1.0, about="learning rate of the mixing weights", paper=1.0, pfllib=1.0)
     share: float = above(0, default=0.8, about="share of the rows on which the mixing is learnt", paper=0.8, pfllib=0.8)
     threshold: float = at_least(
-        0, default=0.1, about=f"the first mixing ends when the loss of {WINDOW} epochs deviates by less", paper=0.1, pfllib=0.1
+        0, default=0.1, about="the first mixing ends when the loss of 10 epochs deviates by less", paper=0.1, pfllib=0.1
     )
     most_epochs: int = at_least(1, default=50, about="epochs after which the first mixing ends in any case")
     weighting: Literal["samples", "uniform"] = option(

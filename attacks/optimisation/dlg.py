@@ -43,7 +43,7 @@ class DLG(Attack[DLGConfig]):
             cap,
             cfg,
             rng,
-            objective=(objectives.squared if cfg.classic else objectives.relative_squared)(cap.target),
+            distance=objectives.squared if cfg.classic else objectives.relative_squared,
             draw=gaussian_pixels if cfg.classic else uniform_pixels,
             plans=[plan] if cfg.classic else with_rescue(plan, cfg.rescue),
         )

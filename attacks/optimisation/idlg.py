@@ -36,5 +36,5 @@ class IDLG(Attack[IDLGConfig]):
 
     def reconstruct(self, cap: Capture, rng: torch.Generator) -> Reconstruction:
         plan = Plan("lbfgs", self.cfg.iterations, self.cfg.lr, self.cfg.tolerance)
-        distance = objectives.relative_squared(cap.target)
-        return match(cap, self.cfg, rng, objective=distance, draw=uniform_pixels, plans=with_rescue(plan, self.cfg.rescue))
+        plans = with_rescue(plan, self.cfg.rescue)
+        return match(cap, self.cfg, rng, distance=objectives.relative_squared, draw=uniform_pixels, plans=plans)

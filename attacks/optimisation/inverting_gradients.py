@@ -51,7 +51,7 @@ class InvertingGradients(Attack[InvertingGradientsConfig]):
             cap,
             cfg,
             rng,
-            objective=objectives.cosine(cap.target),
+            distance=objectives.cosine,
             draw=gaussian_inputs,
             plans=[plan],
             prior=(lambda x: cfg.tv * total_variation(x)) if cfg.tv else None,

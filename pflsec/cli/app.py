@@ -1,15 +1,20 @@
 """The program `pflsec`: its commands, and how mistakes, failures and Ctrl-C end it."""
 
 import os
+import signal
 import sys
+import threading
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated
 
 import typer
 
 import pflsec
-from pflsec.cli import attack, listing, report, show, train
+from pflsec.cli import attack, audit, listing, new, report, show, train
 from pflsec.cli.console import say, say_error, show_warnings
+from pflsec.core import methodfile
 from pflsec.core.errors import PflsecError
 
 INTERRUPTED = 130
@@ -25,6 +30,8 @@ app = typer.Typer(
 app.command("train")(train.train)
 app.command("attack")(attack.attack)
 app.command("report")(report.report)
+app.command("audit")(audit.audit)
+app.add_typer(new.app, name="new")
 app.command("list")(listing.listing)
 app.command("show")(show.show)
 
@@ -53,8 +60,10 @@ def main(arguments: list[str] | None = None) -> int:
 
     show_warnings()
     command = get_command(app)
+    interrupts: list[int] = []
     try:
-        code = command.main(args=arguments, prog_name="pflsec", standalone_mode=False)
+        with _noting(interrupts):
+            code = command.main(args=arguments, prog_name="pflsec", standalone_mode=False)
         if code == INTERRUPTED:  # so typer reports Ctrl-C
             raise KeyboardInterrupt
         return _finish(code if isinstance(code, int) else 0)
@@ -62,8 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
         say(f"error: {error}") if error.exit_code == 1 else say_error(str(error))
         return _finish(error.exit_code)
     except (KeyboardInterrupt, typer.Abort):
-        say("interrupted: what was finished is kept")
-        return _finish(INTERRUPTED)
+        return _interrupted()
     except typer.Exit as stop:
         return _finish(stop.exit_code)
     except BrokenPipeError:
@@ -76,9 +84,37 @@ def main(arguments: list[str] | None = None) -> int:
         if hasattr(error, "format_message"):  # a mistake in the options, as click reports it
             say_error(f"{error.format_message()} See: pflsec --help")  # type: ignore[attr-defined]
             return _finish(2)
+        if interrupts:
+            return _interrupted()
+        if blamed := methodfile.blame(error):
+            say(f"error: {blamed}")
+            return _finish(1)
         traceback.print_exc()
         say("internal error: this is a fault of pflsec, not yours. Please report it with the lines above.")
         return _finish(1)
+
+
+@contextmanager
+def _noting(interrupts: list[int]) -> Iterator[None]:
+    """Note each Ctrl-C: a library that is being imported may swallow it, and break later for lack of its other half."""
+
+    def note(number: int, frame: object) -> None:
+        interrupts.append(number)
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _interrupted() -> int:
+    say("interrupted: what was finished is kept")
+    return _finish(INTERRUPTED)
 
 
 def _finish(code: int) -> int:

@@ -15,7 +15,7 @@ def attack(
     runs_dir: Annotated[Path, typer.Option(help="Folder of all runs.")] = Path("runs"),
     rounds: Annotated[str | None, typer.Option(help="Captured rounds to attack, e.g. 0,9. [default: all]")] = None,
     clients: Annotated[str | None, typer.Option(help="Captured clients to attack. [default: all]")] = None,
-    kind: Annotated[str, typer.Option(help="Kind of capture: probe.")] = "probe",
+    kind: Annotated[str, typer.Option(help="Kind of capture: probe or update.")] = "probe",
     iterations: Annotated[int | None, typer.Option(help="Iterations. [default: the attack's]")] = None,
     restarts: Annotated[int | None, typer.Option(help="Attempts from new starts. [default: the attack's]")] = None,
     adversary: Annotated[

@@ -13,7 +13,7 @@ from pflsec.runtime.folder import RunFolder, is_run
 
 
 def show(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A method, attack, defense, dataset, model or run.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A method, attack, defense, dataset, model or run; or FILE.py:Class.")],
     runs_dir: Annotated[Path, typer.Option(help="Folder of all runs.")] = Path("runs"),
     json: Annotated[bool, typer.Option("--json", help="Print as JSON on stdout.")] = False,
 ) -> None:
@@ -25,12 +25,16 @@ def show(
 
       pflsec show ig
 
+      pflsec show mymethod.py:MyMethod
+
       pflsec show fedrep-digits-s0
     """
     for group in registry.GROUPS:
         try:
             key = registry.find(group, name)
         except ConfigError:
+            if ".py" in name:  # a method of the user's own, which only this group has
+                raise
             continue
         card = registry.card(group, key)
         print_json(asdict(card)) if json else _print_card(card)

@@ -9,6 +9,7 @@ import typer
 
 from pflsec.cli.console import duration, megabytes, number, print_json, progress, say
 from pflsec.core.errors import ConfigError
+from pflsec.core.files import safe_name
 from pflsec.core.registry import settings_of
 
 WORTH_WORKERS = 60.0  # seconds
@@ -22,7 +23,7 @@ def option(name: str, help: str, *flags: str) -> Any:
 
 
 def train(
-    algo: Annotated[str | None, option("algo", "Method: a key from `pflsec list algorithms`.")] = None,
+    algo: Annotated[str | None, option("algo", "Method: a key from `pflsec list algorithms`, or FILE.py:Class.")] = None,
     data: Annotated[str | None, option("data", "Dataset: a name, npz:PATH (images, labels) or pfllib:PATH.")] = None,
     download: Annotated[bool | None, option("download", "Fetch the dataset if it is not here.", "--download")] = None,
     model: Annotated[str | None, option("model", "Network: a name, or auto.")] = None,
@@ -49,7 +50,7 @@ def train(
     victims: Annotated[int | None, option("victims", "Victim batches per captured client and round.")] = None,
     victim_batch: Annotated[int | None, option("victim_batch", "Images in a victim batch.")] = None,
     victim_steps: Annotated[int | None, option("victim_steps", "Local steps on a victim batch.")] = None,
-    kind: Annotated[str | None, option("kind", "Kind of capture: probe.")] = None,
+    kind: Annotated[str | None, option("kind", "probe, update or both.")] = None,
     dp_seed: Annotated[int | None, option("dp_seed", "Fixes the privacy noise; for tests only, marks the run.")] = None,
     buffers: Annotated[str | None, option("buffers", "aggregate, local or frozen.")] = None,
     seed: Annotated[int | None, option("seed", "Seed of everything that is drawn.")] = None,
@@ -88,6 +89,8 @@ def train(
     if resume and (given or settings or preset or config or name):
         raise ConfigError("--resume takes the run's own configuration; of the other options only --executor, --workers and "
                           "--runs-dir go with it.")
+    if name is not None:
+        safe_name(name, "run name")
     found = None
     if resume:
         setup, found = api.plan_resumption(resume, runs_dir)

@@ -17,7 +17,7 @@ class AttackConfig(Config):
 
     rounds: list[int] | None = Field(default=None, description="captured rounds; none: all")
     clients: list[int] | None = Field(default=None, description="captured clients; none: all")
-    kind: Literal["probe"] = option(default="probe")
+    kind: Literal["probe", "update"] = option(default="probe")
     iterations: int | None = at_least(1, default=None)
     restarts: int | None = at_least(1, default=None)
     adversary: str = option(default="server")

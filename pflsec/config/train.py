@@ -49,7 +49,9 @@ class TrainConfig(Config):
     victims: int = between(1, MANY, default=4, about="victim batches per captured client and round")
     victim_batch: int = at_least(1, default=1, about="images in a victim batch")
     victim_steps: int = at_least(1, default=1, about="local steps on a victim batch")
-    kind: Literal["probe"] = option(default="probe")
+    kind: Literal["probe", "update", "both"] = option(
+        default="probe", about="probe: local work on a small victim batch; update: the real uploads; both"
+    )
     dp_seed: int | None = at_least(0, default=None, about="fixes the privacy noise; for tests only, and marks the run")
     buffers: Literal["aggregate", "local", "frozen"] = option(default="aggregate")
     seed: int = at_least(0, default=0)
@@ -214,4 +216,5 @@ def run_name(config: TrainConfig, name: str | None) -> str:
     if name is not None:
         return safe_name(name, "run name")
     data = config.data.partition(":")[0]
-    return safe_name(f"{config.algo}-{data}-s{config.seed}", "run name")
+    key = registry.card("algorithms", config.algo).key
+    return safe_name(f"{key}-{data}-s{config.seed}", "run name")

@@ -8,12 +8,13 @@ import ast
 import importlib
 import importlib.util
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
+from pflsec.core import methodfile
 from pflsec.core.errors import ConfigError, unknown
 
 SECOND_LABEL = re.compile(r"\s{4,}([A-Z][a-z]+)\s{2,}")
@@ -56,8 +57,11 @@ def names(group: str) -> list[str]:
 def find(group: str, name: str) -> str:
     """Return the registered name that `name` means: case, dashes and underscores do not matter, and aliases count.
 
-    Raises ConfigError with the nearest known name.
+    A method may also be FILE.py:Class; its name then has the file's absolute path. Raises ConfigError with the nearest
+    known name.
     """
+    if _from_file(group, name):
+        return str(methodfile.locate(name))
     wanted = _normal(name)
     for key in _entries(group):
         if _normal(key) == wanted:
@@ -69,7 +73,9 @@ def find(group: str, name: str) -> str:
 
 
 def load(group: str, name: str) -> Any:
-    """Import and return the object registered under this name."""
+    """Import and return the object registered under this name, or the class that FILE.py:Class names."""
+    if _from_file(group, name):
+        return methodfile.load(name)
     entry = _entries(group)[find(group, name)]
     try:
         return entry.load()
@@ -77,21 +83,38 @@ def load(group: str, name: str) -> Any:
         raise ConfigError(f"{group.removesuffix('s')} '{entry.name}' ({entry.value}) cannot be imported: {error}.") from error
 
 
-@cache
 def card(group: str, name: str) -> Card:
-    """Return the card of a registered thing, read from its source file without importing it."""
+    """Return the card of a registered thing, or of a method FILE.py:Class, read from its source without importing it."""
+    if not _from_file(group, name):
+        return registered_card(group, name)
+    source = methodfile.locate(name)
+    found = _card(source.tree, source.name, source.path.stem, group, "own file")
+    return replace(found, key=str(found.attributes.get("key") or source.name.lower()))
+
+
+@cache
+def registered_card(group: str, name: str) -> Card:
+    """Return the card of a registered thing."""
     entry = _entries(group)[name]
     tree = _tree(entry.module)
     if tree is None:
         raise ConfigError(f"{group.removesuffix('s')} '{name}': the module {entry.module} is not installed.")
-    node = next((n for n in tree.body if getattr(n, "name", None) == entry.attr), None)
+    return _card(tree, entry.attr, name, group, entry.module.split(".")[-2])
+
+
+def _from_file(group: str, name: str) -> bool:
+    return group == "algorithms" and methodfile.is_reference(name)
+
+
+def _card(tree: ast.Module, attr: str, key: str, group: str, family: str) -> Card:
+    node = next((n for n in tree.body if getattr(n, "name", None) == attr), None)
     text = (ast.get_docstring(node) if isinstance(node, ast.FunctionDef) else ast.get_docstring(tree)) or ""
     title, sections = _sections(text)
     return Card(
-        key=name,
+        key=key,
         group=group,
         title=title,
-        family=entry.module.split(".")[-2],
+        family=family,
         sections=sections,
         attributes=_literals(node) if isinstance(node, ast.ClassDef) else {},
         settings=_settings(tree, node) if isinstance(node, ast.ClassDef) else [],
@@ -113,7 +136,10 @@ def _entries(group: str) -> dict[str, EntryPoint]:
 @cache
 def _tree(module: str) -> ast.Module | None:
     """Return a module's syntax tree, or None where there is no such source file."""
-    spec = importlib.util.find_spec(module)
+    try:
+        spec = importlib.util.find_spec(module)
+    except ModuleNotFoundError:  # of a package above it
+        spec = None
     if spec is None or spec.origin is None:
         return None
     return ast.parse(Path(spec.origin).read_text(encoding="utf8"))

@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from pflsec.core.files import to_csv, write_json, write_text
+from pflsec.core.errors import RunError
+from pflsec.core.files import read_json, to_csv, write_json, write_text
 from pflsec.core.tensors import write_items
 from pflsec.leakage.score import VictimScore
 
@@ -37,6 +38,14 @@ def validity(residual: float | None, up_to: float = REPLAY_TOLERANCE) -> tuple[b
 def image_rows(capture: str, score: VictimScore) -> list[dict[str, Any]]:
     """Return a row of images.csv for each image of a victim batch."""
     return [image.row() | {"capture": capture} for image in score.images]
+
+
+def victims_in(folder: Path) -> int:
+    """Return of how many victims the folder holds results; 0 where it holds none, or damaged ones."""
+    try:
+        return len(read_json(folder / "attack.json", "attack")["victims"])
+    except (RunError, KeyError, TypeError):
+        return 0
 
 
 def write(

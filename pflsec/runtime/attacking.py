@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pflsec.config.attack import AttackConfig, make_attack
 from pflsec.config.train import TrainConfig
+from pflsec.core import methodfile
 from pflsec.core.algorithm import Algorithm
 from pflsec.core.attack import Reconstruction
 from pflsec.core.config import build
@@ -68,8 +69,8 @@ def selected(folder: RunFolder, config: AttackConfig) -> list[str]:
         and kind == config.kind
     ]
     if not found:
-        rounds, clients = ({place[i] for place in places.values()} for i in range(2))
-        there = f"rounds {_listed(rounds)}, clients {_listed(clients)}" if places else "none at all"
+        rounds, clients = _listed(t for t, _, _ in places.values()), _listed(c for _, c, _ in places.values())
+        there = f"rounds {rounds}, clients {clients}" if places else "none at all"
         raise RunError(
             f"run '{folder.path.name}' has no capture for this choice of rounds, clients and kind; it has: {there}. "
             + ("" if places else "Train again with --capture-rounds.")
@@ -81,9 +82,10 @@ def training_config(folder: RunFolder) -> tuple[TrainConfig, InputSpec]:
     """Return a run's configuration and inputs from its run.json. Raises RunError when they are damaged."""
     manifest = folder.manifest()
     try:
-        values, data = dict(manifest["config"]), manifest["data"]["input"]
-    except (KeyError, TypeError, ValueError) as error:
+        values, data, made_with = dict(manifest["config"]), manifest["data"]["input"], manifest["algorithm"].get("file")
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise RunError(f"run '{folder.path.name}' is damaged: run.json lacks or garbles {error}.") from error
+    methodfile.check_unchanged(made_with, f"run '{folder.path.name}'")
     return build(TrainConfig, values, "run", f"{folder.path.name}/run.json"), InputSpec.from_dict(data)
 
 
@@ -100,7 +102,8 @@ def _record(folder: RunFolder, name: str, config: TrainConfig, spec: InputSpec, 
     record, what = CaptureStore(folder.captures).read(name), f"capture '{name}'"
     if record.algorithm != config.algo:
         raise RunError(f"{what} was made by {record.algorithm}; this run trains {config.algo}.")
-    if record.input != spec or (record.batch, record.steps) != (config.victim_batch, config.victim_steps):
+    probed = record.batch, record.epochs
+    if record.input != spec or (record.kind == "probe" and probed != (config.victim_batch, config.victim_steps)):
         raise RunError(f"{what} has other inputs, batches or steps than run '{folder.path.name}' trained with.")
     algorithm.contract.check("down", record.down, what)
     algorithm.contract.check("up", record.up, what)
@@ -194,5 +197,5 @@ def _place(name: str, header: Mapping[str, Any]) -> tuple[int, int, str]:
         raise RunError(f"capture '{name}' is damaged: its header lacks or garbles {error}.") from error
 
 
-def _listed(numbers: Iterable[int | str]) -> str:
-    return ", ".join(map(str, sorted(numbers)))
+def _listed(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(set(numbers))))

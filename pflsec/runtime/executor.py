@@ -14,7 +14,7 @@ from pflsec.core.defense import Guard, Spend
 from pflsec.core.errors import PflsecError, TrainingError
 from pflsec.core.items import Items, first_nonfinite
 from pflsec.runtime.setup import Setup
-from pflsec.training.local import LocalWork
+from pflsec.training.local import LocalWork, for_method
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def work(setup: Setup, job: Job) -> Outcome:
     ctx = context(setup, job.round, job.client, job.guard)
     where = f"round {job.round}, client {job.client}"
     try:
-        done = setup.algorithm.local(ctx, job.state, job.down)
+        done = setup.algorithm.local(for_method(ctx), job.state, job.down)
     except PflsecError as error:
         raise type(error)(f"{where}: {error}") from error
     except Exception as error:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pflsec
-from pflsec.core import registry
+from pflsec.core import methodfile, registry
 from pflsec.core.contract import Direction, kind_of
 from pflsec.runtime.folder import SCHEMA
 from pflsec.runtime.setup import Setup
@@ -30,11 +30,12 @@ def describe(setup: Setup, name: str, dp: Mapping[str, Any] | None = None) -> di
         "started": now(),
         "finished": None,
         "algorithm": {
-            "key": config.algo,
+            "key": card.key,
             "family": card.family,
             "title": card.title,
             "sections": card.sections,
             "settings": algorithm.cfg.model_dump(),
+            "file": methodfile.facts(type(algorithm)),
         },
         "config": config.model_dump(),
         "seed": config.seed,

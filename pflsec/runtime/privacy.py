@@ -13,7 +13,7 @@ from pflsec.core.errors import PflsecWarning, PrivacyError
 from pflsec.core.streams import seed_of
 from pflsec.runtime import cohort as cohorts
 from pflsec.runtime.setup import Setup
-from pflsec.training.local import LocalWork
+from pflsec.training.local import LocalWork, for_method
 
 PUBLIC = ("counts",)
 """Kinds of items that the guarantee takes as public: sample counts."""
@@ -104,7 +104,7 @@ class Ledger:
         server = setup.algorithm.init_server(fresh)
         ctx = LocalWork(setup.net, x, y, setup.config.lr, setup.config.local_epochs, len(y), 0, 0, 0, guard=guard)
         with torch.random.fork_rng(devices=[]):
-            setup.algorithm.local(ctx, setup.algorithm.init_client(fresh, server), setup.algorithm.downlink(server, 0))
+            setup.algorithm.local(for_method(ctx), setup.algorithm.init_client(fresh, server), setup.algorithm.downlink(server, 0))
         return sum(steps for _, _, steps in guard.spent)
 
     def _sigmas(self) -> list[float]:

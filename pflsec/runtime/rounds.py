@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,13 +15,26 @@ from pflsec.runtime import cohort as cohorts
 from pflsec.runtime.checkpoint import State
 from pflsec.runtime.executor import Executor, Job, Outcome, Serial, learning_rate, one_thread
 from pflsec.runtime.folder import RunFolder
-from pflsec.runtime.probes import Prober
+from pflsec.runtime.recorder import Recorder
 from pflsec.runtime.setup import Setup
 from pflsec.wire.channel import Ledger
 from pflsec.wire.store import CaptureStore
 
 Report = Callable[[int, Mapping[str, Any]], None]
 """Called after every round with (round, metrics)."""
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """What happened in a round before anything is committed: who was asked, whose upload was lost, who has no budget left,
+    and the messages of the others."""
+
+    cohort: list[int]
+    lost: list[int]
+    stopped: list[int]
+    downs: dict[int, Items]
+    outcomes: dict[int, Outcome]
+    ups: dict[int, Items]
 
 
 class Federated:
@@ -32,6 +46,8 @@ class Federated:
     def __init__(self, setup: Setup, executor: Executor | None = None):
         self.setup = setup
         self.executor = executor or Serial(setup)
+        self.on_exchanged: Callable[[State, Exchanged], None] = lambda before, played: None
+        """Called in every round with the state before it and its messages, before they are committed."""
         self.t = 0
         algorithm, public = setup.algorithm, setup.server_fresh
         self.server: Items = algorithm.init_server(public)
@@ -60,48 +76,72 @@ class Federated:
 
     def advance(self) -> tuple[dict[str, Any], list[Mapping[str, Any]]]:
         """Play one round; return its metrics and its rows for clients.csv."""
-        setup, t, began = self.setup, self.t, time.perf_counter()
-        algorithm, config, ledger = setup.algorithm, setup.config, Ledger()
-        weights = algorithm.sampling_weights(setup.federation.sizes())
-        cohort = cohorts.draw(config.seed, t, setup.federation.clients, config.participation, weights)
-        lost = cohorts.lost(config.seed, t, cohort, config.drop_rate)
+        setup, t, began, wire = self.setup, self.t, time.perf_counter(), Ledger()
+        played = self._exchange(wire)
+        server = self._aggregate(played)
+        trained = {
+            c: setup.algorithm.deploy_trained(o.done.state, played.downs[c], played.ups[c])
+            for c, o in played.outcomes.items()
+        }
+        self.on_exchanged(self.state(), played)
+        self._commit(server, played)
+        losses = [o.train_loss for o in played.outcomes.values()]
+        metrics: dict[str, Any] = {
+            "round": t,
+            "lr": learning_rate(setup, t),
+            "cohort": played.cohort,
+            "lost": played.lost,
+            "stopped": played.stopped,
+            "train_loss": sum(losses) / len(losses) if losses else None,
+            "seconds_train": time.perf_counter() - began,
+        }
+        rows = self._evaluate(t, played.outcomes, trained, metrics)
+        spent = {c: self.ledger.epsilon(c) for c in self.states} if self.ledger else {}
+        metrics |= {
+            "bytes_down": wire.total("down"),
+            "bytes_up": wire.total("up"),
+            "bytes_by_kind": {d: dict(kinds) for d, kinds in wire.bytes.items()},
+            "epsilon": max(spent.values(), default=None),
+            "seconds": time.perf_counter() - began,
+        }
+        return metrics, [row | {"epsilon": spent.get(row["client"])} for row in rows]
 
-        stopped = [c for c in cohort if self.ledger and self.ledger.exhausted(c)]
-        cohort = [c for c in cohort if c not in stopped]
-        downs = {c: setup.channel.send_down(algorithm.downlink(self.server, c), t, c, ledger) for c in cohort}
-        # A lost upload leaves no trace anywhere, so the work behind it need not be done.
+    def _exchange(self, wire: Ledger) -> Exchanged:
+        """Ask the cohort, do its local work, and take in what arrives. Nothing is committed."""
+        setup, t, config = self.setup, self.t, self.setup.config
+        weights = setup.algorithm.sampling_weights(setup.federation.sizes())
+        asked = cohorts.draw(config.seed, t, setup.federation.clients, config.participation, weights)
+        stopped = [c for c in asked if self.ledger and self.ledger.exhausted(c)]
+        cohort = [c for c in asked if c not in stopped]
+        lost = cohorts.lost(config.seed, t, cohort, config.drop_rate)
+        downs = {c: setup.channel.send_down(setup.algorithm.downlink(self.server, c), t, c, wire) for c in cohort}
         guards = {c: self.ledger.guard(c, "round", t) for c in cohort} if self.ledger else {}
+        # A lost upload leaves no trace anywhere, so the work behind it need not be done.
         jobs = [Job(t, c, self.states[c], downs[c], guards.get(c)) for c in cohort if c not in lost]
         outcomes = {o.client: o for o in self.executor.run(jobs)}
-        ups = {c: setup.channel.send_up(o.done.up, downs[c], t, c, ledger) for c, o in sorted(outcomes.items())}
+        ups = {c: setup.channel.send_up(o.done.up, downs[c], t, c, wire) for c, o in sorted(outcomes.items())}
+        return Exchanged(cohort, sorted(lost), stopped, downs, outcomes, ups)
 
-        server = setup.channel.release(algorithm.aggregate(self.server, ups), self.server, t) if ups else self.server
+    def _aggregate(self, played: Exchanged) -> Items:
+        """Return the server's next items: unchanged where no upload arrived."""
+        if not played.ups:
+            return self.server
+        fresh = self.setup.algorithm.aggregate(self.server, played.ups)
+        server = self.setup.channel.release(fresh, self.server, self.t)
         if bad := first_nonfinite(server):
-            raise TrainingError(f"round {t}: item '{bad}' is not finite after aggregation; results of earlier rounds are kept.")
-        trained = {c: algorithm.deploy_trained(o.done.state, downs[c], ups[c]) for c, o in outcomes.items()}
-        self._commit(server, outcomes, downs, ups)
+            raise TrainingError(
+                f"round {self.t}: item '{bad}' is not finite after aggregation; results of earlier rounds are kept."
+            )
+        return server
 
-        metrics = {"round": t, "lr": learning_rate(setup, t), "cohort": cohort, "lost": sorted(lost - set(stopped)), "stopped": stopped}
-        losses = [o.train_loss for o in outcomes.values()]
-        metrics["train_loss"] = sum(losses) / len(losses) if losses else None
-        metrics["seconds_train"] = time.perf_counter() - began
-        rows = self._evaluate(t, cohort, outcomes, trained, metrics)
-        metrics["bytes_down"], metrics["bytes_up"] = ledger.total("down"), ledger.total("up")
-        metrics["bytes_by_kind"] = {d: dict(kinds) for d, kinds in ledger.bytes.items()}
-        spent = {c: self.ledger.epsilon(c) for c in self.states} if self.ledger else {}
-        metrics["epsilon"] = max(spent.values(), default=None)
-        rows = [row | {"epsilon": spent.get(row["client"])} for row in rows]
-        metrics["seconds"] = time.perf_counter() - began
-        return metrics, rows
-
-    def _commit(self, server: Items, outcomes: Mapping[int, Outcome], downs: Mapping[int, Items], ups: Mapping[int, Items]):
+    def _commit(self, server: Items, played: Exchanged) -> None:
         """Make the round count: server items, the state of clients whose upload was accepted, and the log."""
-        for c in ups:
+        for c, up in played.ups.items():
             if c in self.memories:
-                self.memories[c] = self.setup.algorithm.observe(self.memories[c], downs[c], ups[c])
-            self.states[c] = outcomes[c].done.state
+                self.memories[c] = self.setup.algorithm.observe(self.memories[c], played.downs[c], up)
+            self.states[c] = played.outcomes[c].done.state
             if self.ledger:
-                self.ledger.spend(c, list(outcomes[c].spent))
+                self.ledger.spend(c, list(played.outcomes[c].spent))
             self.last_trained[c] = self.t
         self.server = server
         self.t += 1
@@ -109,7 +149,6 @@ class Federated:
     def _evaluate(
         self,
         t: int,
-        cohort: list[int],
         outcomes: Mapping[int, Outcome],
         trained: Mapping[int, Items],
         metrics: dict[str, Any],
@@ -151,14 +190,14 @@ def play(setup: Setup, folder: RunFolder, report: Report, executor: Executor | N
     if found := checkpoint.newest(folder):
         federated.restore(found)
     checkpoint.rewind(folder, federated.t)
-    due = set(setup.config.captured_rounds())
-    prober = Prober(setup, CaptureStore(folder.captures), VaultWriter(folder.vault)) if due else None
+    recorder = Recorder(setup, CaptureStore(folder.captures), VaultWriter(folder.vault))
+    if recorder.kinds & {"update"}:
+        federated.on_exchanged = lambda before, played: recorder.updates(before, played.downs, played.ups)
     with one_thread(), torch.random.fork_rng(devices=[]):
-        if prober:
-            prober.write_pool()
+        recorder.write_pool()
         for t in range(federated.t, setup.config.rounds):
-            if prober and t in due:
-                prober.probe_round(federated.state(), federated.ledger)
+            if recorder.kinds & {"probe"}:
+                recorder.probes(federated.state(), federated.ledger)
             metrics, rows = federated.advance()
             folder.add_clients(rows)
             folder.add_metrics(metrics)

@@ -7,7 +7,7 @@ the graph, so that what a client would send is a differentiable function of its 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ from torch import Tensor
 from pflsec.core.defense import Guard
 from pflsec.core.errors import PrivacyError
 from pflsec.core.items import Items
-from pflsec.core.local import LossPerExample, Penalty, Projection, Stop
+from pflsec.core.local import Local, LossPerExample, Penalty, Projection, Stop
 from pflsec.core.network import Net
 from pflsec.core.streams import stream
 
@@ -278,6 +278,32 @@ class LocalWork:
         again = self._used.get(phase, 0)
         self._used[phase] = again + 1
         return self.rng(f"batches.{phase}.{again}")
+
+
+NAMES = frozenset(name for name in {*dir(Local), *Local.__annotations__} if not name.startswith("_"))
+"""What a method may use of its context."""
+
+
+class Sealed:
+    """A context whose data are guarded, as a method sees it: the documented names and nothing else, so no raw rows."""
+
+    def __init__(self, work: LocalWork):
+        self.__work = work
+
+    def __getattr__(self, name: str) -> Any:
+        if name in NAMES:
+            return getattr(self.__work, name)
+        if name in LocalWork.__dataclass_fields__:
+            raise PrivacyError(
+                f"ctx.{name} is no part of what a method may use, and goes round the defense inside training. Use ctx.fit or "
+                "ctx.step, or train this method without it."
+            )
+        raise AttributeError(f"a context has no '{name}'; see pflsec.core.local.Local")
+
+
+def for_method(work: LocalWork) -> Local:
+    """Return the context as it is handed to a method: sealed where a guard stands before the data."""
+    return work if work.guard is None else cast(Local, Sealed(work))
 
 
 class Constant(torch.autograd.Function):

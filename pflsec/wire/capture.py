@@ -10,6 +10,9 @@ from torch import Tensor
 from pflsec.core.inputs import InputSpec
 from pflsec.core.items import Items
 
+MOST_STEPS = 50
+"""Unrolling more local steps than this is neither checked nor attacked: memory grows with every step."""
+
 ReplayFn = Callable[[Tensor, Tensor, Items], Items]
 NewcomerFn = Callable[[torch.Generator], Items]
 
@@ -18,6 +21,8 @@ NewcomerFn = Callable[[torch.Generator], Items]
 class Record:
     """What was on the wire in one exchange, with the public facts. Stored; contains nothing private.
 
+    batch      number of images behind the upload
+    epochs, batch_size  local work went over the batch so often, in minibatches of this size
     down, up  the messages, exactly as received and as sent        memory  the fold of the client's earlier exchanges
     """
 
@@ -32,10 +37,16 @@ class Record:
     memory: Items
     input: InputSpec
     batch: int
-    steps: int
+    epochs: int
+    batch_size: int
     lr: float
     personal_equals_public: bool
     facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def steps(self) -> int:
+        """Number of local steps behind the upload."""
+        return max(1, self.epochs * -(-self.batch // max(1, self.batch_size)))
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,8 @@ class CaptureStore:
             },
             "input": record.input.as_dict(),
             "batch": record.batch,
+            "epochs": record.epochs,
+            "batch_size": record.batch_size,
             "steps": record.steps,
             "lr": record.lr,
             "personal_equals_public": record.personal_equals_public,
@@ -80,11 +82,14 @@ class CaptureStore:
                 memory=memory,
                 input=_input(header["input"], what),
                 batch=int(header["batch"]),
-                steps=int(header["steps"]),
+                epochs=int(header["epochs"]),
+                batch_size=int(header["batch_size"]),
                 lr=float(header["lr"]),
                 personal_equals_public=bool(header["personal_equals_public"]),
                 facts=dict(header["facts"]),
             )
+            if header["steps"] != record.steps:
+                raise ValueError(f"steps, which do not follow from {record.batch} images in {record.epochs} epochs")
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise RunError(f"{what} is damaged: its header lacks or garbles {error}.") from error
         _check(record, capture, what)
@@ -116,7 +121,7 @@ def _check(record: Record, capture: str, what: str) -> None:
     """Raise RunError when the header is another capture's, or its numbers are none that a run could have had."""
     if record.id != capture:
         raise RunError(f"{what} is damaged: its header is that of '{record.id}'.")
-    if min(record.round, record.client, record.victim) < 0 or min(record.batch, record.steps) < 1:
-        raise RunError(f"{what} is damaged: its header has a round, client, victim, batch or number of steps out of range.")
+    if min(record.round, record.client, record.victim, record.epochs) < 0 or min(record.batch, record.batch_size) < 1:
+        raise RunError(f"{what} is damaged: its header has a round, client, victim, batch or number of epochs out of range.")
     if not 0 < record.lr < float("inf"):
         raise RunError(f"{what} is damaged: its header has the learning rate {record.lr}.")

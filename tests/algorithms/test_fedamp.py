@@ -179,11 +179,12 @@ def test_a_mixture_that_may_turn_negative_is_warned_about():
         toys.method(FedAMP, alpha=7.0, sigma=20.0)
 
 
-def test_renormalised_weights_are_never_negative():
-    """Three equal models: the others' weights sum to 2 alpha/sigma = 6, so each becomes 1/2 and the own one 0."""
+@pytest.mark.parametrize(("alpha", "each", "own"), [(9.0, 0.5, 0.0), (2.25, 0.5, 0.0), (0.75, 0.25, 0.5)])
+def test_renormalised_weights_are_never_negative(alpha: float, each: float, own: float):
+    """Three equal models, sigma 3: the others' weights sum to 2 alpha/3 = 6, 1.5 and 0.5; only above 1 are they shrunk."""
     bank = {k: v[:1].expand(3, *v.shape[1:]) for k, v in models().items()}
-    xi = matrix(toys.method(FedAMP, clients=3, alpha=9.0, sigma=3.0, renormalise=True), bank)
-    assert xi.tolist() == [[0, 0.5, 0.5], [0.5, 0, 0.5], [0.5, 0.5, 0]]
+    xi = matrix(toys.method(FedAMP, clients=3, alpha=alpha, sigma=3.0, renormalise=True), bank)
+    assert xi.tolist() == [[own, each, each], [each, own, each], [each, each, own]]
 
 
 def test_the_personal_model_is_tested_not_the_mixture():

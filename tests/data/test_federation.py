@@ -16,7 +16,7 @@ from pflsec.core.inputs import InputSpec
 from pflsec.data.datasets import Dataset, from_arrays, load
 from pflsec.data.federation import Federation, Shard, build
 
-SCHEMES = ("iid", "pathological", "dirichlet", "natural")
+SCHEMES = ("iid", "pathological", "dirichlet", "natural", "pfllib-compat")
 
 
 def toy(rows: int = 200, channels: int = 3, **more: Any) -> Dataset:
@@ -107,9 +107,10 @@ def test_the_fingerprint_sees_a_row_change_sides():
     assert one.fingerprint() != other.fingerprint()
 
 
-def test_the_global_generators_are_left_alone():
+@pytest.mark.parametrize("partition", SCHEMES)
+def test_the_global_generators_are_left_alone(partition: str):
     state, torch_state = str(np.random.get_state()), torch.random.get_rng_state()
-    make(toy()).pool(20)
+    make(toy(), partition=partition).pool(20)
     assert str(np.random.get_state()) == state
     assert torch.equal(torch.random.get_rng_state(), torch_state)
 
@@ -191,6 +192,21 @@ def test_natural_clients_of_mnist_with_their_given_test_rows(mnist: Dataset):
     assert fed.fingerprint() == build(mnist, partition="natural", clients=20, seed=9, test="given").fingerprint()
 
 
+def test_pfllibs_clients_of_mnist(mnist: Dataset):
+    """The file says which client of PFLlib's holds which row, and whether it tests on it."""
+    assert mnist.client_ids is not None
+    assert mnist.is_test is not None
+    fed = build(mnist, partition="pfllib-compat", clients=20, seed=1, alpha=0.1)
+    for client, shard in enumerate(fed.shards):
+        own = mnist.client_ids == client
+        assert np.array_equal(shard.train, np.flatnonzero(own & ~mnist.is_test))
+        assert np.array_equal(shard.test, np.flatnonzero(own & mnist.is_test))
+    assert np.array_equal(fed.global_test, np.flatnonzero(mnist.is_test))
+    natural = build(mnist, partition="natural", clients=0, seed=0, test="given")
+    assert fed.fingerprint() == natural.fingerprint()
+    assert fed.fingerprint() != build(mnist, partition="pfllib-compat", clients=20, seed=2, alpha=0.1).fingerprint()
+
+
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"test": "official"}, "test must be 'split' or 'given', but is 'official'"),
     ({}, {"test_fraction": 0.0}, "test_fraction must lie between 0 and 1"),
@@ -200,6 +216,10 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"clients": 81, "test": "given"}, "81 clients were asked for, but there are 160 rows"),
     ({}, {"clients": 0}, "clients must be a whole number of at least 1"),
     ({}, {"alpha": 0}, "alpha must be a positive"),
+    ({}, {"partition": "pfllib-compat", "test": "given"}, "own random quarter of each client, so --test given cannot"),
+    ({}, {"partition": "pfllib-compat", "test_fraction": 0.5}, "so test_fraction 0.5 cannot"),
+    ({}, {"partition": "pfllib-compat", "clients": None}, "clients must be a whole number of at least 1"),
+    ({}, {"partition": "pfllib-compat", "clients": 101}, "101 clients were asked for, but there are 200 rows"),
     ({}, {"partition": "diriclet"}, "did you mean dirichlet"),
     ({}, {"partition": "pathological", "classes_per_client": 5}, "only 4 classes occur"),
     ({}, {"partition": "natural", "clients": 4}, "the data have 5 natural clients, but 4 were asked for"),

@@ -1,16 +1,18 @@
 """Partitions: the invariants that every scheme keeps, and the requests that it refuses."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from sklearn.model_selection import train_test_split
 
 from pflsec.core.errors import DataError
 from pflsec.data import partitions
-from pflsec.data.partitions import assign, dirichlet, iid, natural, pathological, split
+from pflsec.data.partitions import assign, dirichlet, iid, natural, pathological, pfllib_compat, split
 
 slow = settings(max_examples=60, deadline=None)
 
@@ -195,6 +197,16 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: natural(np.append(TEN, 42)), "natural client 42 has 1 row.*least 2"),
     (lambda: request("natural", ids=None), "'natural' needs client ids, and the data have none"),
     (lambda: request("dirichle"), "partition 'dirichle' is not known; did you mean dirichlet?"),
+    (lambda: request("pfllib-compatt"), "not known; did you mean pfllib-compat?"),
+    (lambda: pfllib_compat(TEN, 51, 0, 0.1), "51 clients were asked for, but there are 100 rows"),
+    (lambda: pfllib_compat(TEN, 0, 0, 0.1), "clients must be a whole number of at least 1, but is 0"),
+    (lambda: pfllib_compat(TEN, 5, 2**32, 0.1), "needs a seed below 2.32, but got 4294967296; PFLlib itself uses 1"),
+    (lambda: pfllib_compat(TEN, 5, -1, 0.1), "seed must be a whole number of at least 0"),
+    (lambda: pfllib_compat(TEN, 5, 0, 0.0), "alpha must be a positive, finite number"),
+    (
+        lambda: pfllib_compat(TEN // 5, 3, 0, 1e-300),
+        "drawn 1000 times, but never gave each of 3 clients 16 rows.*larger alpha",
+    ),
     (lambda: request("iid", clients=None), "clients must be a whole number of at least 1, but is None"),
 ]
 
@@ -230,6 +242,83 @@ def test_alpha_is_positive_and_finite(alpha: Any):
 def test_schemes_by_name(scheme: str):
     check(request(scheme), len(TEN), 10)
     assert same(request(scheme), request(scheme))
+
+
+# --- PFLlib's partition with PFLlib's split
+
+
+def test_pfllibs_mnist_row_by_row(shared_data: Path):
+    """The clients that PFLlib publishes for MNIST: Dirichlet 0.1, 20 clients, seed 1, in the order of its files."""
+    with np.load(shared_data / "mnist" / "mnist70k.npz") as mnist:
+        labels = mnist["labels"]
+    with np.load(shared_data / "mnist" / "pfllib_dir01_order.npz") as order:
+        saved = [(order[f"train_{client}"], order[f"test_{client}"]) for client in range(20)]
+    sides = pfllib_compat(labels, 20, 1, 0.1)
+    assert len(sides) == 20
+    for (train, test), (saved_train, saved_test) in zip(sides, saved, strict=True):
+        assert train.tolist() == saved_train.tolist()
+        assert test.tolist() == saved_test.tolist()
+
+
+@slow
+@given(
+    rows=st.integers(8, 400),
+    clients=st.integers(1, 12),
+    classes=st.integers(2, 8),
+    alpha=st.sampled_from([0.1, 0.5, 10.0]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_pfllib_compat(rows: int, clients: int, classes: int, alpha: float, seed: int):
+    assume(rows >= 2 * clients)
+    labels = labels_of(rows, classes, seed)
+    try:
+        sides = pfllib_compat(labels, clients, seed, alpha)
+    except DataError:
+        assert alpha < 1, "nearly equal shares are always enough"
+        assert clients > 1, "one client has everything"
+        return
+    parts = [np.concatenate(side) for side in sides]
+    check([np.sort(part) for part in parts], rows, clients, least=max(2, min(40, rows // (2 * clients))))
+    for (train, test), part in zip(sides, parts, strict=True):
+        assert len(train) == int(0.75 * len(part))
+        assert len(test) >= 1
+    again = pfllib_compat(labels, clients, seed, alpha)
+    assert same([np.concatenate(side) for side in again], parts)
+
+
+def test_pfllib_compat_draws_from_one_stream_and_splits_as_scikit_learn_does():
+    labels = labels_of(2000, 10)
+    rng = np.random.RandomState(0)
+    draws = 0
+    while True:
+        draws += 1
+        parts = partitions._pfllib_draw(labels, 20, rng, 0.4)
+        if min(len(part) for part in parts) >= 40:
+            break
+    assert draws > 1, "the first draw is no good here, and the second goes on with the stream"
+    expected: list[Any] = [train_test_split(part, train_size=0.75, shuffle=True, random_state=rng) for part in parts]
+    for sides, wanted in zip(pfllib_compat(labels, 20, 0, 0.4), expected, strict=True):
+        assert same(list(sides), list(wanted))
+
+
+def test_pfllib_compat_caps_the_clients_that_have_their_share():
+    """Two clients, one class first: who holds half of the rows gets nothing of the second class."""
+    labels = np.repeat([0, 1], [900, 100])
+    capped = 0
+    for seed in range(20):
+        held = [np.bincount(labels[np.concatenate(side)], minlength=2) for side in pfllib_compat(labels, 2, seed, 0.5)]
+        full = [counts for counts in held if counts[0] >= 500]
+        assert all(counts[1] == 0 for counts in full)
+        capped += len(full)
+    assert capped > 10
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("alpha", [1e-300, 1e-6])
+def test_pfllib_compat_ends_where_no_proportions_can_be_drawn(alpha: float):
+    with np.errstate(all="raise"), pytest.raises(DataError, match="drawn 1000 times"):
+        pfllib_compat(TEN, 5, 0, alpha)
+    assert len(pfllib_compat(TEN, 1, 0, alpha)) == 1
 
 
 # --- one client's rows: training and testing

@@ -12,7 +12,7 @@ from pflsec.core.defense import Defense
 from pflsec.core.errors import WireError
 from pflsec.core.items import Items, select, subtract
 from pflsec.core.vault import VaultWriter
-from pflsec.runtime.probes import Prober
+from pflsec.runtime.recorder import Recorder
 from pflsec.runtime.rounds import Federated
 from pflsec.wire.channel import Channel, Ledger
 from pflsec.wire.store import CaptureStore
@@ -140,8 +140,8 @@ def test_captures_hold_what_left_the_device(tmp_path: Any):
     for defenses in ([], [Shrink(Config())]):
         made = toys.setup("fedavg", defenses=defenses, capture_rounds="first", victims=1)
         federated, store = Federated(made), CaptureStore(tmp_path / f"captures {len(defenses)}")
-        prober = Prober(made, store, VaultWriter(tmp_path / f"vault {len(defenses)}"))
-        prober.probe_round(federated.state())
+        prober = Recorder(made, store, VaultWriter(tmp_path / f"vault {len(defenses)}"))
+        prober.probes(federated.state())
         record = store.read("r000-c00-v0-probe")
         changes.append(subtract(select(record.up, "body", "head"), record.down))
         facts = json.loads((prober.vault.folder / f"{record.id}.json").read_text())

@@ -23,7 +23,7 @@ def record(**changes: Any) -> Record:
     down: Items = {"body.w": torch.randn(2, 3), "known": torch.tensor([True, False])}
     up: Items = {"body.w": torch.randn(2, 3), "count": torch.tensor(3), "empty": torch.zeros(0, 3)}
     whole = Record(
-        "r000-c00-v0-probe", "fedavg", 0, 0, 0, "probe", down, up, {}, SPEC, 2, 3, 0.05, False, {"note": "x"}
+        "r000-c00-v0-probe", "fedavg", 0, 0, 0, "probe", down, up, {}, SPEC, 2, 3, 2, 0.05, False, {"note": "x"}
     )
     return replace(whole, **changes)
 
@@ -126,7 +126,8 @@ def change(store: CaptureStore, edit: Callable[[dict[str, Any]], Any]) -> None:
         "items",
         "input",
         "batch",
-        "steps",
+        "epochs",
+        "batch_size",
         "lr",
         "facts",
     ],
@@ -140,7 +141,8 @@ def test_a_header_without_a_field_is_refused(store: CaptureStore, field: str):
     ("field", "value"),
     [
         *((field, value) for field in ("round", "client", "victim") for value in ("one", -1, None, float("inf"), [1])),
-        *((field, value) for field in ("batch", "steps") for value in ("one", 0, -1, float("nan"), {})),
+        *((field, value) for field in ("batch", "batch_size") for value in ("one", 0, -1, float("nan"), {})),
+        *(("epochs", value) for value in ("one", -1, float("nan"), float("inf"), {})),
         *(("lr", value) for value in ("fast", 0, -0.1, float("nan"), float("inf"), None)),
         ("messages", {"down": "x", "up": "x", "memory": "x"}),
         ("messages", {"down": "../../vault/x", "up": 3, "memory": None}),

@@ -1,0 +1,163 @@
+"""pflsec audit."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from pflsec.cli.console import duration, megabytes, out, print_json, progress, say
+from pflsec.cli.train import option
+from pflsec.core.errors import ConfigError
+from pflsec.core.files import safe_name
+
+OWN = ("method", "against", "attacks", "defenses", "seeds", "seed", "settings", "iterations", "restarts")
+"""Options of the plan that are no options of a training; none of them goes with --resume."""
+
+
+def audit(
+    method: Annotated[
+        str | None, typer.Argument(metavar="METHOD", help="A method's name, or FILE.py:Class (one of your own).")
+    ] = None,
+    against: Annotated[
+        str | None, typer.Option(help="Baselines. [default: fedavg,fedrep,ditto, as far as installed]")
+    ] = None,
+    attacks: Annotated[
+        str | None, typer.Option(help="Attacks on all of them. [default: dlg,idlg,inverting-gradients]")
+    ] = None,
+    defenses: Annotated[
+        str | None, typer.Option(help="none and defenses, e.g. none,dp-sgd:epsilon=8. [default: none]")
+    ] = None,
+    seeds: Annotated[int | None, typer.Option(help="Trainings of each method. [default: 1]")] = None,
+    seed: Annotated[int | None, typer.Option(help="The first seed. [default: 0]")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="NAME=VALUE of METHOD's own settings; repeatable.")
+    ] = None,
+    data: Annotated[str | None, option("data", "Dataset: a name, npz:PATH (images, labels) or pfllib:PATH.")] = None,
+    download: Annotated[bool | None, option("download", "Fetch the dataset if it is not here.", "--download")] = None,
+    model: Annotated[str | None, option("model", "Network: a name, or auto.")] = None,
+    partition: Annotated[
+        str | None, option("partition", "iid, pathological, dirichlet, natural or pfllib-compat.")
+    ] = None,
+    alpha: Annotated[float | None, option("alpha", "Dirichlet concentration; small is heterogeneous.")] = None,
+    classes_per_client: Annotated[
+        int | None, option("classes_per_client", "Classes a client holds (pathological).")
+    ] = None,
+    clients: Annotated[int | None, option("clients", "Number of clients.")] = None,
+    rounds: Annotated[int | None, option("rounds", "Number of rounds.")] = None,
+    local_epochs: Annotated[int | None, option("local_epochs", "Epochs of the phase that produces what is sent.")] = None,
+    batch_size: Annotated[int | None, option("batch_size", "Samples in a local batch.")] = None,
+    lr: Annotated[float | None, option("lr", "Local learning rate.")] = None,
+    participation: Annotated[float | None, option("participation", "Share of the clients asked in a round.")] = None,
+    capture_rounds: Annotated[str | None, option("capture_rounds", "first,last | 0,10,20 | every:10.")] = None,
+    capture_clients: Annotated[str | None, option("capture_clients", "0,1,2 | random:4.")] = None,
+    victims: Annotated[int | None, option("victims", "Victim batches per captured client and round.")] = None,
+    victim_batch: Annotated[int | None, option("victim_batch", "Images in a victim batch.")] = None,
+    victim_steps: Annotated[int | None, option("victim_steps", "Local steps on a victim batch.")] = None,
+    iterations: Annotated[int | None, typer.Option(help="Iterations of the attacks. [default: each attack's]")] = None,
+    restarts: Annotated[int | None, typer.Option(help="Attempts from new starts. [default: each attack's]")] = None,
+    executor: Annotated[str, typer.Option(help="auto, serial or processes; the results are the same bits.")] = "auto",
+    folder: Annotated[Path, typer.Option("--out", help="Folder of all audits.")] = Path("audits"),
+    name: Annotated[str | None, typer.Option(help="Name of this audit. [default: of method and data]")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Go on with the audit in this folder.", show_default=False)] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the cells, estimate, and stop.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print audit.json on stdout.")] = False,
+) -> None:
+    """Train a method and its baselines alike, attack all of them alike, and say what follows.
+
+    Every method gets the same splits, seeds and victims; differences of leakage are paired by victim. The isolated
+    training `local` stands beside them as a control. Exit code 1: a cell failed.
+
+    Examples:
+
+      pflsec audit fedrep --rounds 10
+
+      pflsec audit mymethod.py:MyMethod --against fedavg --attacks ig --victims 4
+
+      pflsec audit fedprox --set mu=0.1 --defenses none,dp-sgd:epsilon=8 --seeds 3
+
+      pflsec audit --resume audits/fedrep-digits
+    """
+    given = {k: v for k, v in locals().items() if v is not None}
+
+    from pflsec.config.train import TrainConfig
+
+    training = {k: v for k, v in given.items() if k in TrainConfig.model_fields and k not in (*OWN, "executor")}
+    own = {k: given[k] for k in OWN if k in given}
+    if executor not in ("auto", "serial", "processes"):
+        raise ConfigError(f"--executor {executor} is not known; use auto, serial or processes.")
+    if resume and (training or own or name):
+        raise ConfigError(
+            "--resume takes the audit's own plan; of the other options only --executor and --json go with it."
+        )
+    if not resume and method is None:
+        raise ConfigError("which method is to be audited? Give METHOD, or --resume DIR. See: pflsec audit --help")
+    _audit(own, training, executor, folder, name, resume, dry_run, json)
+
+
+def _audit(
+    own: dict[str, Any],
+    training: dict[str, Any],
+    executor: str,
+    folder: Path,
+    name: str | None,
+    resume: Path | None,
+    dry_run: bool,
+    json: bool,
+) -> None:
+    from pflsec.audit.folder import Audit, cost
+
+    found = Audit.open(resume) if resume else None
+    plan = found.plan if found else _plan(own, training)
+    name = safe_name(name or f"{plan.label}-{training.get('data', 'digits').partition(':')[0]}", "audit name")
+    left = found.unfinished() if found else plan.cells()
+    price = cost(plan)
+    _print_cells(plan, left, price, found is not None)
+    if dry_run:
+        if json:
+            print_json({"plan": plan.as_dict(), "cells": [cell.name for cell in left], "seconds": price.seconds})
+        return
+    audit = found or Audit.create(folder, name, plan)
+    say(f"audit in {audit.path}; after Ctrl-C go on with: pflsec audit --resume {audit.path}")
+    with progress(price.units * max(1, len(left)), "step") as bar:
+        audit.run(bar.advance, executor, price.units)
+    print_json(audit.record) if json else _print_verdict(audit)
+    if audit.record["verdict"]["failed"]:
+        raise typer.Exit(1)
+
+
+def _plan(own: dict[str, Any], training: dict[str, Any]) -> Any:
+    from pflsec.audit import plan
+    from pflsec.config.train import parse_assignments, split_assignments
+
+    lists = {k: plan.split_names(own[k]) for k in ("against", "attacks") if k in own}
+    if "defenses" in own:
+        lists["defenses"] = plan.split_defenses(own["defenses"])
+    return plan.make(
+        own["method"],
+        **lists,
+        **{k: own[k] for k in ("seeds", "seed") if k in own},
+        training=training,
+        settings=parse_assignments(split_assignments(own.get("settings", []))),
+        attacking={k: own[k] for k in ("iterations", "restarts") if k in own},
+    )
+
+
+def _print_cells(plan: Any, left: Any, price: Any, resumed: bool) -> None:
+    say(
+        f"{len(left)} of {len(plan.cells())} cells {'left ' if resumed else ''}to train and attack with {', '.join(plan.attacks)}; "
+        f"all trainings take about {duration(price.seconds)} and {megabytes(price.bytes)} on disk, the attacks more time"
+    )
+    for cell in left:
+        say(f"  {cell.name}: {cell.algo}, {cell.role}, defense {cell.defense}, seed {cell.seed}")
+
+
+def _print_verdict(audit: Any) -> None:
+    from pflsec.audit.verdict import lines
+
+    for title, rows in lines(audit.record["verdict"]):
+        out.print(f"\n{title}", markup=False, style="bold")
+        for row in rows:
+            out.print(f"- {row}", markup=False)
+    say(f"\nverdict in {audit.path / 'verdict.md'}, numbers in {audit.path / 'audit.json'}")
+    if (page := audit.path / "report" / "index.html").exists():
+        say(f"side by side: {page.resolve()}")

@@ -1,0 +1,174 @@
+"""The recorder: captures of what crosses the wire, with the truth about them in the vault, apart.
+
+A probe is what the wire would carry if a client trained on a small victim batch: the client's data become that batch, every
+phase of the method runs its configured epochs on it, the number of steps applies to the phase that produces what is sent,
+and all of it is thrown away. An update is the real upload of a round, after all local epochs on all of the client's data.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pflsec.core.errors import TrainingError
+from pflsec.core.items import Items
+from pflsec.core.streams import numpy_stream
+from pflsec.core.vault import VaultWriter
+from pflsec.runtime.checkpoint import State
+from pflsec.runtime.executor import learning_rate
+from pflsec.runtime.privacy import Ledger
+from pflsec.runtime.replay import local_work, residual
+from pflsec.runtime.setup import Setup
+from pflsec.training.local import Training, for_method
+from pflsec.wire.capture import MOST_STEPS, Record
+from pflsec.wire.store import CaptureStore
+
+
+def victim_rows(setup: Setup, client: int) -> list[np.ndarray]:
+    """Return the dataset rows of a client's victim batches: the same for every method and round, classes in turn.
+
+    Batches take new rows as long as there are some; within a batch no row is repeated.
+    """
+    config, shard = setup.config, setup.federation.shards[client]
+    order = _classes_in_turn(shard.train, setup.federation.dataset.labels, numpy_stream(config.seed, "victims", client))
+    batches = []
+    for victim in range(config.victims):
+        start = victim * config.victim_batch
+        batches.append(np.array([order[(start + i) % len(order)] for i in range(config.victim_batch)]))
+    return batches
+
+
+def _classes_in_turn(rows: np.ndarray, labels: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Return the rows shuffled so that the classes take turns."""
+    rows = rng.permutation(rows)
+    seen: dict[int, int] = {}
+    turn = []
+    for row in rows:
+        label = int(labels[row])
+        turn.append(seen.get(label, 0))
+        seen[label] = turn[-1] + 1
+    return rows[np.argsort(turn, kind="stable")]
+
+
+class Recorder:
+    """Writes the captures and the vault of a run, for the configured clients, rounds and kinds."""
+
+    def __init__(self, setup: Setup, store: CaptureStore, vault: VaultWriter):
+        self.setup, self.store, self.vault = setup, store, vault
+        config = setup.config
+        self.rounds = set(config.captured_rounds())
+        self.kinds = ({"probe", "update"} if config.kind == "both" else {config.kind}) if self.rounds else set()
+        self.clients = config.captured_clients() if self.rounds else []
+        self.victims = {c: victim_rows(setup, c) for c in self.clients} if "probe" in self.kinds else {}
+
+    def write_pool(self) -> None:
+        """Store what scoring compares with: training images of the federation, the victims among them, and their mean."""
+        if not self.kinds:
+            return
+        federation = self.setup.federation
+        sought = [int(r) for batches in self.victims.values() for batch in batches for r in batch]
+        if "update" in self.kinds:
+            sought += [int(r) for c in self.clients for r in federation.shards[c].train]
+        rows = federation.pool(include=sought)
+        images = federation.dataset.pixels(rows)
+        self.vault.pool(images, torch.as_tensor(rows), torch.as_tensor(federation.mean_image()))
+
+    def probes(self, now: State, ledger: Ledger | None = None) -> None:
+        """Probe every captured client, if this round is to be captured.
+
+        ledger  private training goes into the probes too; they put nothing on the accounts, which speak of the run
+        """
+        if now.t not in self.rounds:
+            return
+        for client, batches in self.victims.items():
+            down = self.setup.channel.send_down(self.setup.algorithm.downlink(now.server, client), now.t, client)
+            for victim, rows in enumerate(batches):
+                record = self._record(now, client, victim, "probe", down, len(rows), len(rows))
+                self._probe(record, rows, now.states[client], ledger)
+
+    def updates(self, before: State, downs: Mapping[int, Items], ups: Mapping[int, Items]) -> None:
+        """Capture the real uploads of the captured clients that took part, if this round is to be captured.
+
+        before  the run's state when the round began
+        """
+        if before.t not in self.rounds:
+            return
+        for client in [c for c in self.clients if c in ups]:
+            rows = self.setup.federation.shards[client].train
+            record = self._record(
+                before, client, 0, "update", downs[client], len(rows), self.setup.config.batch_size
+            )
+            x, y = self._batch(rows)
+            seen = self._check(record, x, y, before.states[client]) if record.steps <= MOST_STEPS else None
+            self._write(replace(record, up=ups[client]), rows, before.states[client], seen)
+
+    def _record(
+        self, now: State, client: int, victim: int, kind: str, down: Items, count: int, batch_size: int
+    ) -> Record:
+        """Return a record of an exchange, without its upload."""
+        setup, state, memory = self.setup, now.states[client], now.memories[client]
+        newcomer = self._public_newcomer()
+        public = bool(state) and all(torch.equal(v, newcomer[k]) for k, v in state.items())
+        revealed = public or setup.algorithm.reconstruct_state(memory) is not None
+        epochs = setup.config.victim_steps if kind == "probe" else setup.config.local_epochs
+        return Record(
+            id=f"r{now.t:03d}-c{client:02d}-v{victim}-{kind}",
+            algorithm=setup.config.algo,
+            round=now.t,
+            client=client,
+            victim=victim,
+            kind=kind,
+            down=down,
+            up={},
+            memory=memory if revealed else {},
+            input=setup.federation.input,
+            batch=count,
+            epochs=epochs,
+            batch_size=batch_size,
+            lr=learning_rate(setup, now.t),
+            personal_equals_public=public,
+        )
+
+    def _probe(self, record: Record, rows: np.ndarray, state: Items, ledger: Ledger | None) -> None:
+        """Do the exchange that a record describes on a victim batch, check it, and write capture and truth."""
+        setup, (x, y) = self.setup, self._batch(rows)
+        distance = self._check(record, x, y, state)
+        ctx = local_work(setup.net, record, x, y, setup.config.seed, Training)
+        if ledger is not None:
+            key = "probe", record.round, record.victim
+            ctx.guard = ledger.guard(record.client, *key, samples=len(rows), batch_size=len(rows))
+        sent = setup.algorithm.local(for_method(ctx), state, record.down).up
+        up = setup.channel.send_up(sent, record.down, record.round, record.client)
+        self._write(replace(record, up=up), rows, state, distance)
+
+    def _check(self, record: Record, x: Tensor, y: Tensor, state: Items) -> float:
+        """Return how far the replay of the truth is from local work without defenses, relative. Raises TrainingError when
+        the two do not even send the same items."""
+        setup = self.setup
+        ctx = local_work(setup.net, record, x, y, setup.config.seed, Training)
+        plain = setup.algorithm.local(ctx, state, record.down).up
+        distance = residual(setup.algorithm, setup.net, record, x, y, state, plain, setup.config.seed)
+        if not np.isfinite(distance):
+            raise TrainingError(
+                f"capture {record.id}: {setup.config.algo}.local does not repeat itself on the same batch (its replay sends "
+                "other items). Local work must be a pure function of its arguments."
+            )
+        return distance
+
+    def _write(self, record: Record, rows: np.ndarray, state: Items, distance: float | None) -> None:
+        x, y = self._batch(rows)
+        facts: dict[str, Any] = {"replay_residual": distance, "dataset_index": [int(r) for r in rows]}
+        self.store.write(record)
+        self.vault.victim(record.id, x, y, torch.as_tensor(rows), state, facts)
+
+    def _batch(self, rows: np.ndarray) -> tuple[Tensor, Tensor]:
+        federation = self.setup.federation
+        x = federation.input.normalise(federation.dataset.pixels(rows))
+        return x, torch.as_tensor(federation.dataset.labels[rows])
+
+    def _public_newcomer(self) -> Items:
+        algorithm, fresh = self.setup.algorithm, self.setup.server_fresh
+        return algorithm.init_client(fresh, algorithm.init_server(fresh))

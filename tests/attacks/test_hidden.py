@@ -1,0 +1,116 @@
+"""What a client keeps to itself: guessed, sought together with the data, computed from the log, or given."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from pflsec.attacks.problem import Problem
+from pflsec.core.errors import NotApplicable
+from pflsec.core.items import floating
+from tests import toys
+from tests.attacks.victims import Victim, attack, victim
+
+BUDGET = {"iterations": 250, "restarts": 1, "labels": "known"}
+
+
+def objective(v: Victim, hidden: str, **more: Any) -> float:
+    """Return how far Inverting Gradients gets with the client's private items treated in this way."""
+    cap = v.capture(labels=True, state=hidden == "oracle")
+    found = attack("inverting-gradients", cap, **(BUDGET | {"hidden": hidden} | more))
+    assert found.hidden == hidden
+    return found.objective
+
+
+@pytest.fixture(scope="module")
+def hidden_head() -> Victim:
+    """A client whose head is nothing like a newcomer's."""
+    return victim("fedrep", after=3, local_epochs=5)
+
+
+def test_a_head_that_is_sought_explains_more_than_one_that_is_guessed(hidden_head: Victim):
+    assert objective(hidden_head, "joint") < 0.5 * objective(hidden_head, "guess")
+
+
+def test_with_the_head_given_the_attack_gets_as_far_as_without(hidden_head: Victim):
+    assert objective(hidden_head, "oracle") <= objective(hidden_head, "joint") + 1e-4
+
+
+def test_the_oracle_tries_the_head_both_fixed_and_freed(hidden_head: Victim):
+    cap = hidden_head.capture(labels=True, state=True)
+    found = attack("inverting-gradients", cap, hidden="oracle", labels="known", iterations=2, restarts=3)
+    assert found.restarts == 6
+
+
+def test_the_true_head_and_image_send_exactly_what_was_sent(hidden_head: Victim):
+    cap = hidden_head.capture()
+    again = cap.replay(hidden_head.x.double(), hidden_head.y, hidden_head.state)
+    assert toys.distance(again, cap.target) < 1e-5
+
+
+def test_the_log_does_not_reveal_a_head_and_the_attack_says_so(hidden_head: Victim):
+    with pytest.raises(NotApplicable, match="log does not reveal .* use --hidden joint or guess"):
+        attack("inverting-gradients", hidden_head.capture(), hidden="log")
+
+
+def test_private_items_that_are_not_granted_are_not_used(hidden_head: Victim):
+    with pytest.raises(NotApplicable, match="not granted"):
+        attack("inverting-gradients", hidden_head.capture(), hidden="oracle")
+    with pytest.raises(NotApplicable, match="not granted"):
+        attack("inverting-gradients", hidden_head.capture(), labels="known")
+
+
+def test_where_the_log_is_silent_private_items_are_sought_by_default(hidden_head: Victim):
+    assert attack("inverting-gradients", hidden_head.capture(), iterations=1).hidden == "joint"
+
+
+@pytest.mark.parametrize("key", ["scaffold", "fedamp"])
+def test_the_log_gives_the_private_state_bit_for_bit(key: str):
+    v = victim(key, after=2)
+    known = v.capture().known
+    assert known is not None
+    assert toys.same(known, v.state)
+    assert any(bool(item.any()) for item in floating(known).values())
+
+
+@pytest.mark.parametrize("key", ["scaffold", "fedamp"])
+def test_with_the_state_from_the_log_the_attack_finds_the_image(key: str):
+    v = victim(key, after=2, first=1)
+    found = attack("dlg", v.capture(), hidden="log", iterations=20, restarts=3, rescue=0)
+    assert found.hidden == "log"
+    assert found.objective < 1e-5
+    assert v.psnr(found.x) >= 40
+
+
+@pytest.mark.parametrize("key", ["scaffold", "fedamp"])
+def test_an_observer_without_the_log_does_not_know_the_state(key: str):
+    v = victim(key, after=2)
+    assert v.capture(history=False).known is None
+
+
+@pytest.mark.parametrize("hidden", ["auto", "guess", "joint", "log", "oracle"])
+def test_a_method_without_private_items_has_nothing_hidden(hidden: str):
+    cap = victim().capture()
+    problem = Problem(cap, "restore", hidden, torch.Generator().manual_seed(0), torch.float64)  # pyright: ignore[reportArgumentType]
+    assert (problem.hidden, problem.state) == ("none", {})
+
+
+def test_a_guess_stays_where_it_was_drawn_and_a_joint_search_moves_it(hidden_head: Victim):
+    cap = hidden_head.capture(labels=True)
+    for hidden, moves in (("guess", False), ("joint", True)):
+        rng = torch.Generator().manual_seed(0)
+        problem = Problem(cap, "known", hidden, rng, torch.float64)  # pyright: ignore[reportArgumentType]
+        free = problem.start(lambda cap, rng, dtype: torch.zeros(cap.count, *toys.SHAPE, dtype=dtype))
+        assert {name for name in free if name.startswith("state.")} == (
+            {"state.head.weight", "state.head.bias"} if moves else set()
+        )
+        assert toys.distance(problem.state, hidden_head.state) > 1e-3
+
+
+def test_nothing_on_the_wire_that_depends_on_the_data_is_not_applicable():
+    v = victim()
+    silent = v.capture()
+    object.__setattr__(silent, "target", {})
+    for name in ("dlg", "idlg", "inverting-gradients"):
+        with pytest.raises(NotApplicable, match="nothing that the client sends"):
+            attack(name, silent)

@@ -104,14 +104,18 @@ def check_interpreters(found: Exchange) -> None:
     fast, slow = found.local(Training), found.local(Unrolled)
     for what, a, b in (("upload", fast.up, slow.up), ("state", fast.state, slow.state)):
         distance = relative_distance(b, a)
-        assert distance < CLOSE, f"the two interpreters differ in the {what} by {distance:.2g}: detach or no_grad in local?"
+        assert distance < CLOSE, (
+            f"the two interpreters differ in the {what} by {distance:.2g}: detach or no_grad in local?"
+        )
 
 
 def check_replay(found: Exchange) -> None:
     """One step on one image, done again by an attacker who knows all, gives the upload: the residual is nothing."""
     sent, again = found.local(Training, rows=1).up, found.local(Unrolled, rows=1).up
     distance = relative_distance(again, sent)
-    assert distance < CLOSE, f"the replay of the true image misses the upload by {distance:.2g}; attacks would mean nothing."
+    assert distance < CLOSE, (
+        f"the replay of the true image misses the upload by {distance:.2g}; attacks would mean nothing."
+    )
 
 
 CHECKS = (check_pure, check_contract, check_state, check_interpreters, check_replay)

@@ -93,13 +93,13 @@ def gallery(run: RunData, attack: AttackData) -> Figure:
     """
     pairs, total = _pairs(run, attack)
     if not pairs:
-        return _sentence(f"{run.name}, {attack.name}: no reconstruction to show")
+        return sentence(f"{run.name}, {attack.name}: no reconstruction to show")
     blind = _image(
         read_items(run.path / "vault" / "pool.safetensors", "the mean image").get("mean"),
         run,
         "the mean image",
     )
-    with _style():
+    with style():
         banks = [pairs[i : i + ABREAST] for i in range(0, len(pairs), ABREAST)]
         figure = Figure(figsize=(1.35 + 1.12 * len(banks[0]), 0.5 + 4.5 * len(banks)))
         for bank, part in zip(banks, _panes(figure, len(banks)), strict=True):
@@ -135,10 +135,10 @@ def tradeoff(runs: Sequence[RunData]) -> Figure:
     """
     points = _points(runs)
     if not points:
-        return _sentence("No run has both an accuracy and a reconstruction")
+        return sentence("No run has both an accuracy and a reconstruction")
     colours = _assign((point["run"] for point in points), COLOURS)
     shapes = _assign((point["attack"] for point in points), SHAPES)
-    with _style():
+    with style():
         figure = Figure(figsize=(7.6, 4.9), layout="constrained")
         axes = figure.subplots()
         _references(axes, victims_table(runs)["psnr_blind"].dropna())
@@ -147,13 +147,13 @@ def tradeoff(runs: Sequence[RunData]) -> Figure:
         axes.set_xlim(0, max(60.0, *(1.12 * max(p["psnr_q75"], p["psnr_median"]) for p in points)))
         heights = [point["mean"] for point in points]
         axes.set_ylim(max(-0.03, min(heights) - 0.12), min(1.06, max(heights) + 0.12))
-        axes.yaxis.set_major_formatter(_percent)
+        axes.yaxis.set_major_formatter(percent_label)
         axes.set_xlabel("median PSNR of the reconstructions in dB  (further right: leaks more)")
         axes.set_ylabel("mean personal accuracy")
         if any(point["knowledge"] != "wire" for point in points):
             axes.set_title("hollow: knowledge granted beyond the wire", loc="right", fontsize=9, color=QUIET)
         if len(points) <= NAMED:
-            _name_points(axes, points)
+            name_points(axes, [(p["name"], p["psnr_median"], p["mean"]) for p in points])
         else:
             _legend(figure, colours, shapes)
     return figure
@@ -164,8 +164,8 @@ def learning_curves(runs: Sequence[RunData]) -> Figure:
     tested = [(run, run.metrics.dropna(subset=["personal_accuracy_mean"])) for run in runs]
     drawn = [(run, table) for run, table in tested if not table.empty]
     if not drawn:
-        return _sentence("No run has a tested round")
-    with _style():
+        return sentence("No run has a tested round")
+    with style():
         figure = Figure(figsize=(7.6, 4.3 + 0.16 * len(drawn)), layout="constrained")
         axes = figure.subplots()
         for number, (run, table) in enumerate(drawn):
@@ -181,7 +181,7 @@ def learning_curves(runs: Sequence[RunData]) -> Figure:
             axes.plot(table["round"], table["personal_accuracy_worst10"], color=colour, **WORST)
         axes.plot([], [], color=QUIET, label=" worst tenth of the clients", **WORST)
         axes.set_ylim(-0.02, 1.02)
-        axes.yaxis.set_major_formatter(_percent)
+        axes.yaxis.set_major_formatter(percent_label)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_xlabel("round")
         axes.set_ylabel("mean personal accuracy")
@@ -201,21 +201,23 @@ def encode(figure: Figure, kind: str) -> bytes:
     """Return the figure as PNG or SVG bytes, without a date."""
     data = io.BytesIO()
     without: dict[str, Any] = {"png": {"Software": None}, "svg": {"Date": None, "Creator": None}}[kind]
-    with _style():
+    with style():
         figure.savefig(data, format=kind, dpi=110, metadata=without, facecolor="white")
     return data.getvalue()
 
 
 @contextmanager
-def _style() -> Iterator[None]:
+def style() -> Iterator[None]:
+    """Draw in the reports' style, whatever a user's matplotlibrc says."""
     with mpl.rc_context():
-        mpl.rcdefaults()  # a user's matplotlibrc changes no report
+        mpl.rcdefaults()
         mpl.rcParams.update(STYLE)
         yield
 
 
-def _sentence(text: str) -> Figure:
-    with _style():
+def sentence(text: str) -> Figure:
+    """Return a figure that is one sentence: why there is nothing to draw."""
+    with style():
         figure = Figure(figsize=(7.6, 0.9))
         figure.text(0.02, 0.5, text, va="center", color=QUIET)
     return figure
@@ -351,7 +353,7 @@ def _point(axes: Axes, point: dict[str, Any], colour: str, shape: str) -> None:
     axes.plot([point["psnr_median"]], [point["mean"]], color=colour, zorder=3, **dot)
 
 
-def _percent(value: float, _: object) -> str:
+def percent_label(value: float, _: object) -> str:
     """Return an axis label for an accuracy, none outside [0, 1]."""
     return f"{100 * value:.0f} %" if -1e-6 <= value <= 1 + 1e-6 else ""
 
@@ -389,15 +391,15 @@ def _references(axes: Axes, blind: pd.Series) -> None:
     axes.text(SUCCESS, 1.01, "  success: 20 dB", ha="left", va="bottom", fontsize=9, color=QUIET, transform=top)
 
 
-def _name_points(axes: Axes, points: list[dict[str, Any]]) -> None:
-    """Write each point's name where it hides no other name and no point, as far as there is room."""
+def name_points(axes: Axes, points: Sequence[tuple[str, float, float]]) -> None:
+    """Write the name of each (name, x, y) where it hides no other name and no point, as far as there is room."""
     figure = axes.figure
     assert isinstance(figure, Figure)
     figure.draw_without_rendering()  # fixes the layout, and with it where points lie
-    places = [(point["psnr_median"], point["mean"]) for point in points]
+    places = [(x, y) for _, x, y in points]
     taken = [(x - 6, y - 6, x + 6, y + 6) for x, y in axes.transData.transform(places)]
-    for place, point in sorted(zip(places, points, strict=True), key=lambda pair: pair[0][::-1], reverse=True):
-        taken.append(_box(_placed(axes, point["name"], place, taken)))
+    for name, x, y in sorted(points, key=lambda point: (point[2], point[1]), reverse=True):
+        taken.append(_box(_placed(axes, name, (x, y), taken)))
 
 
 def _placed(axes: Axes, name: str, place: tuple[float, float], taken: list[Box]) -> Annotation:

@@ -204,4 +204,3 @@ class _Steps:
 
 def _numbered(name: str, number: int) -> str:
     return name if number == 1 else f"{name}-{number}"
-

@@ -1,5 +1,6 @@
 """What an audit will run: every method under every defense with every seed, on the same splits."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
@@ -112,7 +113,7 @@ def make(
     for text in defenses:
         if text != NONE:
             registry.find("defenses", text.partition(":")[0])
-    return Plan(
+    plan = Plan(
         method=found,
         file=methodfile.facts(registry.load("algorithms", found)),
         baselines=baselines,
@@ -123,6 +124,10 @@ def make(
         settings=dict(settings),
         attacking=dict(attacking),
     )
+    twice = [name for name, count in Counter(cell.name for cell in plan.cells()).items() if count > 1]
+    if twice:
+        raise ConfigError(f"two cells would be called {twice[0]}: the defenses are too much alike; drop one.")
+    return plan
 
 
 def split_names(text: str) -> list[str]:
@@ -148,5 +153,5 @@ def _once(names: Any) -> list[str]:
 
 
 def _cell(label: str, algo: str, role: Role, defense: str, seed: int) -> Cell:
-    word = "".join(c if c.isalnum() or c in ".-" else "-" for c in f"{label}-{defense}")
-    return Cell(f"{word}-s{seed}".replace("..", "-"), label, algo, role, defense, seed)
+    word = "".join(c if c.isalnum() or c in "._-" else "-" for c in f"{label}-{defense}".replace("+", ""))
+    return Cell(f"{word[:80]}-s{seed}".replace("..", "-"), label, algo, role, defense, seed)

@@ -143,11 +143,12 @@ def difference(method: Group, baseline: Group, attack: str) -> dict[str, Any]:
     clusters = [_cluster(key, ours[key], method) for key in keys]
     found = paired_difference([ours[k].psnr for k in keys], [theirs[k].psnr for k in keys], clusters)
     low, high = (None, None) if isinstance(found["ci"], str) else found["ci"]
+    above = [v.psnr > v.blind for side in (ours, theirs) for k in keys for v in [side[k]]]
     equal = bool(keys) and all(ours[k].psnr == theirs[k].psnr for k in keys)
     one_sided = len(ours.keys() ^ theirs.keys())
     return {
         "mean": found["mean"], "low": low, "high": high, "n": found["n"], "alone": one_sided,
-        "equal": equal, "verdict": found["verdict"],
+        "equal": equal, "above_blind": any(above), "verdict": found["verdict"],
     }  # fmt: skip
 
 
@@ -155,6 +156,9 @@ def leak_words(found: Mapping[str, Any], against: str) -> str:
     """Return the sentence for a difference of leakage."""
     under, n = f"under {found['attack']}", found["n"]
     rest = f"; {found['alone']} more victims have a score on one side only" if found["alone"] else ""
+    rest += (
+        "" if found["above_blind"] or not n else "; nothing on either side is above a blind guess, so this says little"
+    )
     if not n:
         return f"no victim has a score on both sides {under}, so leakage cannot be compared{rest}"
     if found["low"] is None:
@@ -241,7 +245,9 @@ def _untested(data: Sequence[RunData], leakage: pd.DataFrame) -> list[str]:
         return ["No cell was finished, so everything is open."]
     gaps, captured = words.untested(data[:1], leakage), data[0].manifest["captures"]
     size = f"Victim batches of {captured.get('batch')} with {captured.get('steps')} local steps: larger ones were not tried."
-    code = "Defenses are not proof against code that copies its data on purpose: read a method's file before you trust it."
+    code = (
+        "Defenses are not proof against code that copies its data on purpose: read a method's file before you trust it."
+    )
     return [*gaps, size, *([code] if any(run.config.get("defense") for run in data) else [])]
 
 
@@ -251,6 +257,9 @@ def _cautions(runs: Group, leakage: pd.DataFrame) -> list[str]:
     found = words.cautions([run.data for run in runs if run.seed == runs[0].seed], leakage) if runs else []
     if 0 < few * len(seeds) < tables.CLAIM:
         found.append(f"Fewer than {tables.CLAIM} victims: this illustrates, and supports no claim.")
+    clients = leakage["clients"].max() if not leakage.empty else 0
+    if 1 < clients < FEWEST and len(seeds) == 1:
+        found.append(f"Only {clients} clients were attacked: an interval that resamples so few says little.")
     if len(seeds) == 1:
         found.append("One seed: differences of accuracy have no interval. Use --seeds.")
     return found

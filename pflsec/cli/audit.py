@@ -44,7 +44,9 @@ def audit(
     ] = None,
     clients: Annotated[int | None, option("clients", "Number of clients.")] = None,
     rounds: Annotated[int | None, option("rounds", "Number of rounds.")] = None,
-    local_epochs: Annotated[int | None, option("local_epochs", "Epochs of the phase that produces what is sent.")] = None,
+    local_epochs: Annotated[
+        int | None, option("local_epochs", "Epochs of the phase that produces what is sent.")
+    ] = None,
     batch_size: Annotated[int | None, option("batch_size", "Samples in a local batch.")] = None,
     lr: Annotated[float | None, option("lr", "Local learning rate.")] = None,
     participation: Annotated[float | None, option("participation", "Share of the clients asked in a round.")] = None,
@@ -58,7 +60,9 @@ def audit(
     executor: Annotated[str, typer.Option(help="auto, serial or processes; the results are the same bits.")] = "auto",
     folder: Annotated[Path, typer.Option("--out", help="Folder of all audits.")] = Path("audits"),
     name: Annotated[str | None, typer.Option(help="Name of this audit. [default: of method and data]")] = None,
-    resume: Annotated[Path | None, typer.Option(help="Go on with the audit in this folder.", show_default=False)] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="Go on with the audit in this folder.", show_default=False)
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the cells, estimate, and stop.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print audit.json on stdout.")] = False,
 ) -> None:

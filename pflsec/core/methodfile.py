@@ -55,7 +55,9 @@ def locate(reference: str) -> Source:
     source = _read(path, name)
     classes = [n.name for n in source.tree.body if isinstance(n, ast.ClassDef)]
     if not name:
-        raise ConfigError(f"method '{reference}' does not say which class. {FORM}; there: {', '.join(classes) or 'none'}.")
+        raise ConfigError(
+            f"method '{reference}' does not say which class. {FORM}; there: {', '.join(classes) or 'none'}."
+        )
     if name not in classes:
         raise ConfigError(f"method file {path}: " + unknown("class", name, classes))
     return source
@@ -98,7 +100,9 @@ def blame(error: BaseException) -> TrainingError | None:
     """Return an error that a method's file has raised as a sentence with its traceback, or None where it did not."""
     if isinstance(error, PflsecError):
         return None
-    frames = [f for f, _ in traceback.walk_tb(error.__traceback__) if str(f.f_globals.get("__name__")).startswith(PREFIX)]
+    frames = [
+        f for f, _ in traceback.walk_tb(error.__traceback__) if str(f.f_globals.get("__name__")).startswith(PREFIX)
+    ]
     if not frames:
         return None
     path, function = frames[-1].f_code.co_filename, frames[-1].f_code.co_name

@@ -1,6 +1,7 @@
 """Tensor files: safetensors only, read as untrusted."""
 
 import hashlib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,8 +15,12 @@ from pflsec.core.items import Items
 
 
 def to_bytes(items: Mapping[str, Tensor]) -> bytes:
-    """Return items as a safetensors file's bytes. Shapes and dtypes are kept: 0-d, bool, int64 and empty ones too."""
-    return save({k: v.detach().contiguous().cpu().clone() for k, v in items.items()})
+    """Return items as a safetensors file's bytes. Shapes, dtypes and order are kept; 0-d, bool and empty items are fine.
+
+    The format sorts tensors its own way, and sums over items depend on their order to the last bit: it goes in the header.
+    """
+    tensors = {k: v.detach().contiguous().cpu().clone() for k, v in items.items()}
+    return save(tensors, metadata={"order": json.dumps(list(items))})
 
 
 def write_items(path: Path, items: Mapping[str, Tensor]) -> str:
@@ -36,6 +41,14 @@ def read_items(path: Path, what: str, sha256: str | None = None) -> Items:
     if sha256 is not None and hashlib.sha256(data).hexdigest() != sha256:
         raise RunError(f"{what} is damaged: {path} does not have the content that was written (hash differs).")
     try:
-        return load(data)
-    except (SafetensorError, ValueError) as error:
+        items = load(data)
+        return {name: items.pop(name) for name in _order(data) if name in items} | items
+    except (SafetensorError, ValueError, TypeError, AttributeError) as error:
         raise RunError(f"{what} is damaged or is no safetensors file: {path} ({error}).") from error
+
+
+def _order(data: bytes) -> list[str]:
+    """Return the names in the order in which they were written; empty for files of other writers."""
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    return json.loads(header.get("__metadata__", {}).get("order", "[]"))

@@ -181,7 +181,7 @@ def test_a_mixture_that_may_turn_negative_is_warned_about():
 
 @pytest.mark.parametrize(("alpha", "each", "own"), [(9.0, 0.5, 0.0), (2.25, 0.5, 0.0), (0.75, 0.25, 0.5)])
 def test_renormalised_weights_are_never_negative(alpha: float, each: float, own: float):
-    """Three equal models, sigma 3: the others' weights sum to 2 alpha/3 = 6, 1.5 and 0.5; only above 1 are they shrunk."""
+    """Three equal models, sigma 3: the others' weights sum to 2 alpha/3 = 6, 1.5, 0.5; above 1 they are shrunk."""
     bank = {k: v[:1].expand(3, *v.shape[1:]) for k, v in models().items()}
     xi = matrix(toys.method(FedAMP, clients=3, alpha=alpha, sigma=3.0, renormalise=True), bank)
     assert xi.tolist() == [[own, each, each], [each, own, each], [each, each, own]]

@@ -31,9 +31,10 @@ ALLOWED = {
     "runtime": {"core", "config", "data", "models", "training", "wire"},
     "api": {"core", "config", "data", "runtime", "wire", "leakage", "reports"},
     "audit": {"core", "api", "reports"},
+    "testing": {"core", "config", "runtime", "training"},
     "cli": {"audit", "core", "config", "data", "runtime", "wire", "leakage", "reports", "api"},
 }
-"""For each part, the parts that it may import. `api` is the module pflsec/api.py."""
+"""For each part, the parts that it may import. `api` and `testing` are modules. A new part needs a row of its own."""
 
 
 @dataclass(frozen=True)
@@ -185,10 +186,8 @@ def dangers(module: ast.Module) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, n) for n in names if n.split(".")[0] in FORBIDDEN_MODULES)
             renamed = [a.asname or a.name for a in node.names if "pickle" in (a.name, getattr(node, "module", ""))]
             yield from ((node.lineno, n) for n in renamed if n != "pickle" and not n.endswith("Error"))
-        elif (
-            isinstance(node, ast.Attribute) and ast.unparse(node.value) == "pickle" and not node.attr.endswith("Error")
-        ):
-            yield node.lineno, f"pickle.{node.attr}"
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "pickle" and id(node) not in guarded:
+            yield from [] if node.attr.endswith("Error") else [(node.lineno, f"pickle.{node.attr}")]
         elif isinstance(node, ast.Call):
             called = ast.unparse(node.func)
             words = {k.arg: ast.unparse(k.value) for k in node.keywords}

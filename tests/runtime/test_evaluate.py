@@ -94,7 +94,8 @@ def test_the_global_model_is_tested_on_the_global_rows():
 
 def test_one_model_for_all_has_the_accuracy_of_its_rows_together():
     """Where the global rows are the clients' rows, this needs no second pass: it is the weighted mean."""
-    made = toys.setup("fedavg", rounds=1, partition="iid", clients=3, test="split", **(EARLY | {"lr": 0.02}))
+    early: dict[str, Any] = EARLY | {"lr": 0.02}
+    made = toys.setup("fedavg", rounds=1, partition="iid", clients=3, test="split", **early)
     turn = toys.rounds(made)[0]
     accuracy = hand_accuracy(turn.next_server, *made.federation.global_test_set())
     assert turn.metrics["global_accuracy"] == pytest.approx(accuracy)

@@ -15,6 +15,8 @@ EPS = 1e-30
 
 def _squared_norm(items: Mapping[str, Tensor]) -> Tensor:
     """Return |items|^2 as one vector, but at least EPS. float32 sums would hide the last part of a descent."""
+    if not items:
+        return torch.tensor(EPS, dtype=torch.float64)
     return torch.stack([v.double().square().sum() for v in items.values()]).sum().clamp(min=EPS)
 
 

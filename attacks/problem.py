@@ -36,8 +36,8 @@ class Problem:
     """The unknowns of one attempt at a capture.
 
     labels  how labels were found: known, wire (labels that were sent), restored, or optimised as soft labels
-    hidden  how the client's private items are treated: none (there are none, or the upload does not depend on them), log,
-            guess, joint (all, or those that the log does not reveal), oracle
+    hidden  how the client's private items are treated: none (there are none, or the upload does not depend on them),
+            log, guess, joint (all, or those that the log does not reveal), oracle
     Raises NotApplicable when nothing that was sent depends on the data.
     """
 
@@ -93,7 +93,7 @@ class Problem:
         return None, "optimise"
 
     def _private(self, policy: Hidden) -> tuple[Items, str]:
-        """Return the private items to begin with and how they are treated. `secret` becomes the names of those unknown."""
+        """Return the private items to begin with, and how they are treated. `secret` becomes the names of the unknown."""
         cap = self.cap
         newcomer = cast(cap.newcomer(self.rng), self.dtype)
         known = cast(cap.known or {}, self.dtype) if policy in ("auto", "log") else {}
@@ -120,5 +120,7 @@ class Problem:
         x = torch.zeros(self.cap.count, *self.cap.input.shape, dtype=self.dtype)
         y = torch.full((self.cap.count, classes), 1 / classes, dtype=self.dtype) if self.y is None else self.y
         parts = [v.sum() for v in self.cap.replay(x, y, state | leaves).values() if v.requires_grad]
-        slopes = torch.autograd.grad(torch.stack(parts).sum(), list(leaves.values()), allow_unused=True) if parts else []
-        return {name for name, slope in zip(leaves, slopes, strict=bool(parts)) if slope is not None}
+        if not parts:
+            return set()
+        slopes = torch.autograd.grad(torch.stack(parts).sum(), list(leaves.values()), allow_unused=True)
+        return {name for name, slope in zip(leaves, slopes, strict=True) if slope is not None}

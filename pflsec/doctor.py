@@ -86,7 +86,6 @@ def _shared_memory() -> Finding:
     remedy = "Worker processes need it: give the container more (--shm-size), or use --executor serial."
     try:
         block = SharedMemory(create=True, size=1 << 16)
-        block.buf[:4] = b"test"
         block.close()
         block.unlink()
         free = os.statvfs("/dev/shm").f_bavail * os.statvfs("/dev/shm").f_frsize if Path("/dev/shm").is_dir() else None
@@ -110,7 +109,7 @@ def checkout() -> Iterator[Finding]:
         )
         return
     remedy = (
-        "This clone has no symbolic links. Switch them on (git config core.symlinks true; on Windows in developer mode), then "
+        "This clone has no symbolic links. Switch them on (git config core.symlinks true), then "
         "git checkout -- pflsec; or install a wheel."
     )
     yield Finding("installation", "folders", "broken", f"{', '.join(broken)} in {home} cannot be entered", remedy)

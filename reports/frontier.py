@@ -3,7 +3,7 @@
 import base64
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -82,7 +82,7 @@ def measure(runs: Sequence[RunData], x: str = "leakage", y: str = "accuracy") ->
         else:
             missing[run.name] = found
     best = pareto([(p.x, p.y) for p in points])
-    marked = [Point(**(asdict(p) | {"pareto": i in best})) for i, p in enumerate(points)]
+    marked = [replace(p, pareto=i in best) for i, p in enumerate(points)]
     return Frontier(
         x,
         y,
@@ -93,7 +93,7 @@ def measure(runs: Sequence[RunData], x: str = "leakage", y: str = "accuracy") ->
 
 
 def pareto(places: Sequence[tuple[float, float]]) -> set[int]:
-    """Return which places no other beats: none has as little x and as much y, and more of one. Equal ones stay together."""
+    """Return which places no other beats: none has as little x and as much y, and more of one. Equals stay together."""
     return {i for i, (x, y) in enumerate(places) if not any(a <= x and b >= y and (a < x or b > y) for a, b in places)}
 
 

@@ -27,12 +27,19 @@ from pflsec.core.local import Local, LossPerExample
 
 class PerFedAvgConfig(Config):
     variant: Literal["fo", "hf", "exact"] = option(
-        default="fo", about="gradient of F_i: fo leaves its curvature out, hf takes it by differences", paper="exact", pfllib="fo"
+        default="fo",
+        about="gradient of F_i: fo leaves its curvature out, hf takes it by differences",
+        paper="exact",
+        pfllib="fo",
     )
-    alpha: float = at_least(0, default=0.01, about="size of the inner step, and of the client's own", paper="0.01", pfllib=0.005)
-    beta: float | None = at_least(0, default=None, about="size of the outer step; none: the run's learning rate", pfllib=0.005)
+    alpha: float = at_least(0, default=0.01, about="size of the inner step, and of the client's own", pfllib=0.005)
+    beta: float | None = at_least(
+        0, default=None, about="size of the outer step; none: the run's learning rate", pfllib=0.005
+    )
     delta: float = above(0, default=1e-3, about="half the distance of the two points of hf")
-    adapt_steps: int = at_least(0, default=1, about="steps by which a client fits the shared model to itself", paper=1, pfllib=1)
+    adapt_steps: int = at_least(
+        0, default=1, about="steps by which a client fits the shared model to itself", paper=1, pfllib=1
+    )
     weighting: Literal["uniform", "samples"] = option(
         default="uniform", about="weights of the mean over uploads", paper="uniform", pfllib="samples"
     )
@@ -45,7 +52,6 @@ class PerFedAvg(Algorithm[PerFedAvgConfig]):
     up: ClassVar = {"body.*": "weights", "head.*": "weights", "num_samples?": "counts"}
     dp_support = "full"
     presets: ClassVar = {
-        "paper": {"variant": "hf", "alpha": 0.01, "beta": 0.001, "batch_size": 40, "participation": 0.2},
         "pfllib": {"alpha": 0.005, "weighting": "samples", "lr": 0.005, "batch_size": 10, "local_epochs": 2},
     }
 
@@ -56,7 +62,7 @@ class PerFedAvg(Algorithm[PerFedAvgConfig]):
         return Done(state, up=w | (sample_count(ctx) if self.cfg.weighting == "samples" else {}))
 
     def meta_gradient(self, ctx: Local, w: Items, inner: Tensor, outer: Tensor, third: Tensor | None = None) -> Items:
-        """Return (I - alpha H(w; third)) grad f(w - alpha grad f(w; inner); outer), without H if there is no third batch."""
+        """Return (I - alpha H(w; third)) grad f(w - alpha grad f(w; inner); outer), without H if there is no third."""
         ahead = moved(w, ctx.gradient(w, ctx.ce, inner, phase="inner"), self.cfg.alpha)
         g = ctx.gradient(ahead, ctx.ce, outer)
         if third is None:

@@ -5,10 +5,10 @@ Solves   start = old + (received - old) W on the last `layers` layers, the recei
          projected SGD on  mean CE(f(x; start), y);  then FedAvg's local objective from start
 Wire     down body.*, head.* | up body.*, head.*, num_samples (not with weighting = uniform)     Private   W, the start
 Cost     FedAvg and one more epoch over `share` of the rows; the first time until the loss settles, at least 11 epochs.
-Leaks    Lower layers: FedAvg's gradient, at a point whose upper layers are hidden. Upper layers: between two known models.
+Leaks    Lower layers: FedAvg's gradient at a point whose upper layers are hidden; these lie between two known models.
 Limits   mix_lr = 0: FedAvg. First exchange of a client: FedAvg's.
-Differs  tested model: the start, before training, as in the authors' code.  subset: random rows, authors a random slice.
-         layers: a layer is weight and bias together; authors' code counts tensors.
+Differs  tested model: the start, before training, as in the authors' code.  subset: random rows, there a random slice.
+         layers: a layer is weight and bias together, there each tensor counts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,9 @@ WINDOW = 10  # epochs over which the loss must have settled
 
 
 class FedALAConfig(Config):
-    layers: int = at_least(1, default=1, about="how many of the last layers are mixed; more than there are: all", paper=1, pfllib=1)
+    layers: int = at_least(
+        1, default=1, about="how many of the last layers are mixed; more than there are: all", paper=1, pfllib=1
+    )
     mix_lr: float = at_least(0, default=1.0, about="learning rate of the mixing weights", paper=1.0, pfllib=1.0)
     share: float = above(0, default=0.8, about="share of the rows on which the mixing is learnt", paper=0.8, pfllib=0.8)
     threshold: float = at_least(
@@ -44,7 +46,7 @@ class FedALA(Algorithm[FedALAConfig]):
     Config = FedALAConfig
     down: ClassVar = {"body.*": "weights", "head.*": "weights"}
     up: ClassVar = {"body.*": "weights", "head.*": "weights", "num_samples?": "counts"}
-    dp_support = "none: the start is fitted to data without noise, for as long as the raw loss says, and is part of what is sent"
+    dp_support = "none: the start is fitted to data for as long as the raw loss says, and is part of what is sent"
     batchable = False
     presets: ClassVar = {"pfllib": {"lr": 0.005, "batch_size": 10, "local_epochs": 1}}
 
@@ -87,7 +89,8 @@ class FedALA(Algorithm[FedALAConfig]):
 
     def mixes(self, state: Items, down: Items) -> bool:
         """Return whether there is anything to mix: an own model that is not the one received."""
-        return bool(state["trained"]) and not all(torch.equal(state[k], v) for k, v in select(down, *self.shared).items())
+        new = select(down, *self.shared)
+        return bool(state["trained"]) and not all(torch.equal(state[k], v) for k, v in new.items())
 
     def settled(self, losses: Sequence[float]) -> bool:
         """Return whether the loss has settled."""
@@ -123,6 +126,9 @@ class FedALA(Algorithm[FedALAConfig]):
         return {k: v for k, v in memory.items() if not k.startswith("mix.")}
 
     def change(self, state: Items, down: Items, up: Items, lr: float, steps: int) -> Items:
-        """Where a mixture was trained, its layers show no gradient: they are named apart."""
-        seen, top = super().change(state, down, up, lr, steps), self.top() if self.mixes(state, down) else ()
-        return {f"mixed.{k}" if k in top else k: v for k, v in seen.items()}
+        """Where a mixture was trained, its layers show no gradient: the unknown start drowns it. The others do."""
+        seen = super().change(state, down, up, lr, steps)
+        if not self.mixes(state, down):
+            return seen
+        below = {k: v for k, v in seen.items() if k not in self.top()}
+        return below or prefixed("mixed", seen)

@@ -22,13 +22,15 @@ from pflsec.core.local import Local, half_squared_distance
 
 
 class DittoConfig(Config):
-    lam: float = at_least(0, default=1.0, about="weight of the pull towards the received model", paper="0.1 to 2", pfllib=0.0)
+    lam: float = at_least(
+        0, default=1.0, about="weight of the pull towards the received model", paper="0.1 to 2", pfllib=0.0
+    )
     personal_epochs: int | None = at_least(
         0, default=None, about="epochs of the personal model; none: the run's", paper="as many", pfllib=1
     )
     personal_lr: float | None = above(0, default=None, about="learning rate of the personal model; none: the run's")
     warm_start: bool = option(
-        default=False, about="the personal model starts at the first model received, not at the first one that there was"
+        default=False, about="the personal model starts at the first model received, not at the very first one"
     )
     weighting: Literal["samples", "uniform"] = option(
         default="samples", about="weights of the mean over uploads", paper="uniform", pfllib="samples"

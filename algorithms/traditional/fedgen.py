@@ -1,10 +1,11 @@
-"""FedGen: the server trains a generator of features from the clients' heads; the generated features steady local training.
+"""FedGen: the server trains a generator of features on the clients' heads; what it generates steadies local training.
 
 Source   Zhu, Hong, Zhou, ICML 2021, arXiv 2105.10056, Algorithm 1; authors' code where preset authors says so.
 Solves   clients  mean CE(h(r(x)), y) + alpha E CE(h(G(y', e)), y'),  y' ~ the label prior, e noise; r body, h head
          server   min over G of  E CE(mean over k of h_k(G(y', e)), y'),  h_k the heads that were uploaded
-Wire     down body.*, head.*, label_prior, generator.in, generator.scale, generator.shift, generator.mean, generator.var,
-         generator.out, generator.bias | up body.*, head.*, label_counts, num_samples (no body.* with head_only)
+Wire     down body.*, head.*, label_prior, generator.in, generator.scale, generator.shift, generator.mean,
+         generator.var, generator.out, generator.bias | up body.*, head.*, label_counts, num_samples
+         (with head_only no body.*)
 Private  nothing (with head_only: each client's own body)
 Cost     FedAvg and one head pass on `generated` features a step; on the server generator_steps passes of every head.
 Leaks    The label histogram of all rows used, exactly. Body: FedAvg's gradient, the generated term does not reach it.
@@ -34,12 +35,18 @@ FLOOR = 1e-5  # of the decay of alpha and beta
 
 
 class FedGenConfig(PrivateStart):
-    alpha: float = at_least(0, default=1.0, about="weight of the loss on generated features", paper=1.0, code=10.0, pfllib=1.0)
-    beta: float = at_least(0, default=0.0, about="weight of the distance to predictions on generated features", code=10.0)
-    decay: float = between(0, 1, default=1.0, about="alpha and beta are multiplied by it every round", paper=1.0, code=0.98)
-    generated: int = at_least(2, default=32, about="generated features a step, on clients and server", code=32, pfllib=10)
+    alpha: float = at_least(0, default=1.0, about="weight of the generated loss", paper=1.0, code=10.0, pfllib=1.0)
+    beta: float = at_least(
+        0, default=0.0, about="weight of the distance to what the head sees in generated features", code=10.0
+    )
+    decay: float = between(0, 1, default=1.0, about="factor on alpha and beta every round", paper=1.0, code=0.98)
+    generated: int = at_least(2, default=32, about="generated features a step", code=32, pfllib=10)
     noise: Literal["uniform", "gaussian"] = option(
-        default="uniform", about="law of the noise, U(0, 1) or N(0, 1)", paper="gaussian", code="uniform", pfllib="uniform"
+        default="uniform",
+        about="law of the noise, U(0, 1) or N(0, 1)",
+        paper="gaussian",
+        code="uniform",
+        pfllib="uniform",
     )
     noise_dim: int = at_least(1, default=32, about="size of the noise", code=32, pfllib=512)
     hidden: int = at_least(1, default=256, about="hidden units of the generator", code=256, pfllib=512)
@@ -47,9 +54,12 @@ class FedGenConfig(PrivateStart):
     generator_lr: float = above(0, default=3e-4, about="Adam step size of the generator", code=3e-4, pfllib=0.005)
     generator_decay: float = at_least(0, default=1e-2, about="weight decay of the generator", code=1e-2, pfllib=0)
     ensemble: Literal["logits", "losses"] = option(
-        default="logits", about="the generator's loss: of the mean of logits, or mean of losses by label counts", paper="logits", code="losses"
+        default="logits",
+        about="loss of the generator: of the heads' mean logits, or their losses weighted by label counts",
+        paper="logits",
+        code="losses",
     )
-    diversity: float = at_least(0, default=0.0, about="weight of the term that keeps generated features apart", code=1.0)
+    diversity: float = at_least(0, default=0.0, about="weight of what keeps generated features apart", code=1.0)
     smoothing: float = at_least(0, default=0.0, about="added to every label count by the server", paper=0, code=1)
     head_only: bool = option(default=False, about="send the head alone; each client keeps a body of its own")
     weighting: Literal["samples", "uniform"] = option(
@@ -69,8 +79,8 @@ class FedGen(Algorithm[FedGenConfig]):
     up: ClassVar = {"body.*?": "weights", "head.*": "weights", "label_counts": "counts [C]", "num_samples?": "counts"}
     dp_support = "partial: label_counts is an exact histogram of the labels"
     presets: ClassVar = {
-        "authors": {"alpha": 10.0, "beta": 10.0, "decay": 0.98, "ensemble": "losses", "diversity": 1.0, "smoothing": 1.0,
-                    "lr": 0.01, "batch_size": 32, "participation": 0.5},
+        "authors": {"alpha": 10.0, "beta": 10.0, "decay": 0.98, "ensemble": "losses", "diversity": 1.0,
+                    "smoothing": 1.0, "lr": 0.01, "batch_size": 32, "participation": 0.5},
         "pfllib": {"generated": 10, "noise_dim": 512, "hidden": 512, "generator_steps": 1000, "generator_lr": 0.005,
                    "generator_decay": 0.0, "lr": 0.005, "batch_size": 10, "local_epochs": 1},
     }  # fmt: skip
@@ -82,7 +92,8 @@ class FedGen(Algorithm[FedGenConfig]):
     def init_server(self, fresh: Items) -> Items:
         seed = seed_from(fresh)
         generator = self.new_generator(stream(self.key, seed, "start"), next(iter(fresh.values())).dtype)
-        facts = {"label_prior": generator["bias"].new_zeros(self.net.classes), "seed": torch.tensor(seed), "turn": torch.tensor(0)}
+        prior = generator["bias"].new_zeros(self.net.classes)
+        facts = {"label_prior": prior, "seed": torch.tensor(seed), "turn": torch.tensor(0)}
         memory = adam.begin({k: generator[k] for k in TRAINED})
         return select(fresh, *self.sent()) | prefixed("generator", generator) | prefixed("adam", memory) | facts
 
@@ -95,7 +106,8 @@ class FedGen(Algorithm[FedGenConfig]):
     def local(self, ctx: Local, state: Items, down: Items) -> Done:
         generator, prior = without_prefix("generator", down), down["label_prior"]
         known = bool(prior.any()) and self.cfg.generator_steps > 0
-        alpha, beta = (w * max(self.cfg.decay**ctx.round, FLOOR) if known else 0.0 for w in (self.cfg.alpha, self.cfg.beta))
+        faded = max(self.cfg.decay**ctx.round, FLOOR) if known else 0.0
+        alpha, beta = self.cfg.alpha * faded, self.cfg.beta * faded
         draws = ctx.rng("generated")
 
         def loss(model: Items, x: Tensor, y: Tensor) -> Tensor:
@@ -144,7 +156,8 @@ class FedGen(Algorithm[FedGenConfig]):
             z = after_norm(held, h, h.mean(0), h.var(0, correction=0))
             loss = self.ensemble_loss(z, y, heads, counts) + cfg.diversity * alike(z, eps)
             slopes = dict(zip(held, torch.autograd.grad(loss, list(held.values())), strict=True))
-            learnt, memory = adam.step(detached(held), memory, slopes, lr=cfg.generator_lr, weight_decay=cfg.generator_decay)
+            size = {"lr": cfg.generator_lr, "weight_decay": cfg.generator_decay}
+            learnt, memory = adam.step(detached(held), memory, slopes, **size)
             running = {k: torch.lerp(generator[k], v, 0.1) for k, v in (("mean", h.mean(0)), ("var", h.var(0)))}
             generator = generator | learnt | detached(running)
         return prefixed("generator", generator) | prefixed("adam", memory)
@@ -170,7 +183,7 @@ class FedGen(Algorithm[FedGenConfig]):
         bound = {"in": sizes["in"][1] ** -0.5, "out": cfg.hidden**-0.5, "bias": cfg.hidden**-0.5}
         drawn = {k: bound[k] * (2 * torch.rand(*size, generator=rng, dtype=dtype) - 1) for k, size in sizes.items()}
         one, zero = torch.ones(cfg.hidden, dtype=dtype), torch.zeros(cfg.hidden, dtype=dtype)
-        return {"in": drawn["in"], "scale": one, "shift": zero, "mean": zero, "var": one} | {k: drawn[k] for k in ("out", "bias")}
+        return {"scale": one, "shift": zero, "mean": zero, "var": one} | drawn
 
     def deploy(self, state: Items, down: Items) -> Items:
         return select(down, *self.shared) | state

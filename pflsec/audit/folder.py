@@ -66,7 +66,7 @@ class Audit:
 
     @staticmethod
     def create(parent: Path, name: str, plan: Plan) -> "Audit":
-        """Make the folder of a new audit (mode 0700: it will hold private images); an earlier one of that name is kept."""
+        """Make the folder of a new audit (mode 0700: it holds private images); an earlier one of that name is kept."""
         safe_name(name, "audit name")
         with disk_errors(parent / name):
             parent.mkdir(parents=True, exist_ok=True)
@@ -80,7 +80,7 @@ class Audit:
 
     @staticmethod
     def open(path: Path) -> "Audit":
-        """Return an audit that was begun earlier. Raises RunError when it is damaged, or its method's file has changed."""
+        """Return an audit that was begun earlier. Raises RunError when it is damaged, or its method's file changed."""
         what = f"audit '{path.name}'"
         record = read_json(path / "audit.json", what)
         if not isinstance(record, dict) or record.get("schema") != SCHEMA:
@@ -149,7 +149,7 @@ class Audit:
         if (runs / state.get("run", cell.name) / "run.json").is_file():
             run = api.load_run(runs / state.get("run", cell.name))
             return run if run.manifest["state"] == "done" else api.resume(run, **how)
-        options = self.plan.options(cell) | {"executor": executor}
+        options: dict[str, Any] = self.plan.options(cell) | {"executor": executor}
         run = api.train(name=cell.name, runs_dir=runs, on_round=steps.round, **options)
         state["run"] = run.name
         return run

@@ -56,7 +56,7 @@ class Plan:
         return f"{key}-file" if key in [*self.baselines, CONTROL] else key
 
     def cells(self) -> list[Cell]:
-        """Return all cells: the method before its baselines; the control once a seed, since it sends nothing to defend."""
+        """Return all cells: the method before its baselines; the control undefended, since it sends nothing."""
         control = [CONTROL] if CONTROL in registry.names("algorithms") and self.method != CONTROL else []
         found = []
         for defense in self.defenses:
@@ -124,9 +124,7 @@ def make(
         settings=dict(settings),
         attacking=dict(attacking),
     )
-    twice = [name for name, count in Counter(cell.name for cell in plan.cells()).items() if count > 1]
-    if twice:
-        raise ConfigError(f"two cells would be called {twice[0]}: the defenses are too much alike; drop one.")
+    _check_names(plan)
     return plan
 
 
@@ -155,3 +153,9 @@ def _once(names: Any) -> list[str]:
 def _cell(label: str, algo: str, role: Role, defense: str, seed: int) -> Cell:
     word = "".join(c if c.isalnum() or c in "._-" else "-" for c in f"{label}-{defense}".replace("+", ""))
     return Cell(f"{word[:80]}-s{seed}".replace("..", "-"), label, algo, role, defense, seed)
+
+
+def _check_names(plan: Plan) -> None:
+    twice = [name for name, count in Counter(cell.name for cell in plan.cells()).items() if count > 1]
+    if twice:
+        raise ConfigError(f"two cells would be called {twice[0]}: the defenses are too much alike; drop one.")

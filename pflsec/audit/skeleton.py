@@ -44,7 +44,7 @@ class {name}(Algorithm[{name}Config]):
         return mean_of_uploads(ups, "body", weighting="samples")
 '''
 
-TEST = '''"""What must hold for {name}, as for every method. Add the invariants of your own: limit cases, one step by hand."""
+TEST = '''"""What must hold for {name}, as for every method. Add your own invariants: limit cases, one step by hand."""
 
 from pathlib import Path
 
@@ -73,11 +73,11 @@ def test_one_without_pull_is_the_same_as_none():
 
 
 def skeleton(name: str) -> tuple[str, dict[str, str]]:
-    """Return the class's name and {file name: text} of a new method and its test. Raises ConfigError for an unfit name."""
+    """Return the class's name and {file name: text} of a new method and its test. ConfigError for an unfit name."""
     if not (name.isascii() and name.isidentifier()) or keyword.iskeyword(name) or not name[0].isalpha():
         raise ConfigError(
-            f"'{name}' cannot name a Python file with a class: use letters, digits and '_', beginning with a letter, and no "
-            "keyword of Python."
+            f"'{name}' cannot name a Python file with a class: use letters, digits and '_', beginning with a "
+            "letter, and no keyword of Python."
         )
     words = [word for word in re.split(r"_+", name) if word]
     kind = "".join(word[0].upper() + word[1:] for word in words)

@@ -1,7 +1,7 @@
 """The verdict of an audit: what its runs say about a method and its baselines, in words, from run folders alone.
 
-Differences of leakage are paired: the same victim image, round and seed under both methods. Their interval resamples whole
-clients (with several seeds: seeds first). No sentence claims more than its interval allows.
+Differences of leakage are paired: the same victim image, round and seed under both methods. Their interval resamples
+whole clients (with several seeds: seeds first). No sentence claims more than its interval allows.
 """
 
 from collections.abc import Mapping, Sequence
@@ -51,7 +51,7 @@ Group = Sequence[CellRun]
 
 
 def judge(label: str, runs: Group) -> dict[str, Any]:
-    """Return the verdict on the audited method (`label`) as plain values. Every statement has its sentence in `words`."""
+    """Return the verdict on the audited method (`label`) as plain values; statements have a sentence in `words`."""
     groups: dict[tuple[str, str], list[CellRun]] = {}
     for run in runs:
         groups.setdefault((run.label, run.defense), []).append(run)
@@ -104,7 +104,8 @@ def accuracies(method: Group, baseline: Group) -> dict[str, Any]:
         return {"method": None, "baseline": None, "difference": None, "seeds": 0, "words": "no accuracy to compare"}
     a, b = (float(np.mean(side)) for side in zip(*pairs, strict=True))
     each = "" if len(pairs) == 1 else f"; by seed {', '.join(f'{100 * (x - y):+.1f}' for x, y in pairs)}"
-    said = f"mean personal accuracy {percent(a)} and {percent(b)}, {100 * (a - b):+.1f} points ({_seeds(len(pairs))}{each})"
+    seeds = f"{_seeds(len(pairs))}{each}"
+    said = f"mean personal accuracy {percent(a)} and {percent(b)}, {100 * (a - b):+.1f} points ({seeds})"
     return {"method": a, "baseline": b, "difference": a - b, "seeds": len(pairs), "words": said}
 
 
@@ -215,8 +216,8 @@ def privacy(group: Group) -> dict[str, Any]:
     noise, delta = dp["noise_multiplier"], dp["delta"]
     uncovered = [f"{item} ({word})" for item, word in dp["coverage"].items() if word != "covered"]
     said = (
-        f"{head}: epsilon {number(epsilon, 2)} (the largest over clients), delta {_range(delta)}, noise multiplier {_range(noise)}; "
-        f"guarantee {dp['guarantee']}, against {dp['adversary']}"
+        f"{head}: epsilon {number(epsilon, 2)} (the largest over clients), delta {_range(delta)}, noise multiplier "
+        f"{_range(noise)}; guarantee {dp['guarantee']}, against {dp['adversary']}"
         + (f"; apart from what it covers: {', '.join(uncovered)}" if uncovered else "")
         + ("; the noise was fixed by --dp-seed, so there is no guarantee" if dp.get("test_seed") else "")
     )
@@ -244,7 +245,8 @@ def _untested(data: Sequence[RunData], leakage: pd.DataFrame) -> list[str]:
     if not data:
         return ["No cell was finished, so everything is open."]
     gaps, captured = words.untested(data[:1], leakage), data[0].manifest["captures"]
-    size = f"Victim batches of {captured.get('batch')} with {captured.get('steps')} local steps: larger ones were not tried."
+    batch, steps = captured.get("batch"), captured.get("steps")
+    size = f"Victim batches of {batch} with {steps} local steps: larger ones were not tried."
     code = (
         "Defenses are not proof against code that copies its data on purpose: read a method's file before you trust it."
     )
@@ -303,7 +305,7 @@ def markdown(name: str, found: Mapping[str, Any]) -> str:
     """Return the verdict as a Markdown page."""
     body = [f"## {title}\n\n" + "\n".join(f"- {row}" for row in rows) for title, rows in lines(found)]
     unit = (
-        f"Leakage is PSNR in dB, at most 100; differences are paired by victim image and round, with the 95 % bootstrap interval "
-        f"that resamples whole clients, from {FEWEST} pairs on."
+        f"Leakage is PSNR in dB, at most 100; differences are paired by victim and round, with the 95 % bootstrap "
+        f"interval that resamples whole clients, from {FEWEST} pairs on."
     )
     return "\n\n".join([f"# Audit {name}: {found['method']}", unit, *body]) + "\n"

@@ -83,6 +83,7 @@ def audit(
     """
     given = {k: v for k, v in locals().items() if v is not None}
 
+    from pflsec.audit.folder import Audit, cost
     from pflsec.config.train import TrainConfig
 
     training = {k: v for k, v in given.items() if k in TrainConfig.model_fields and k not in (*OWN, "executor")}
@@ -95,37 +96,21 @@ def audit(
         )
     if not resume and method is None:
         raise ConfigError("which method is to be audited? Give METHOD, or --resume DIR. See: pflsec audit --help")
-    _audit(own, training, executor, folder, name, resume, dry_run, json)
-
-
-def _audit(
-    own: dict[str, Any],
-    training: dict[str, Any],
-    executor: str,
-    folder: Path,
-    name: str | None,
-    resume: Path | None,
-    dry_run: bool,
-    json: bool,
-) -> None:
-    from pflsec.audit.folder import Audit, cost
-
     found = Audit.open(resume) if resume else None
     plan = found.plan if found else _plan(own, training)
     name = safe_name(name or f"{plan.label}-{training.get('data', 'digits').partition(':')[0]}", "audit name")
-    left = found.unfinished() if found else plan.cells()
-    price = cost(plan)
-    _print_cells(plan, left, price, found is not None)
+    left, price = (found.unfinished() if found else plan.cells()), cost(plan)
+    _print_cells(plan, left, price)
     if dry_run:
         if json:
             print_json({"plan": plan.as_dict(), "cells": [cell.name for cell in left], "seconds": price.seconds})
         return
-    audit = found or Audit.create(folder, name, plan)
-    say(f"audit in {audit.path}; after Ctrl-C go on with: pflsec audit --resume {audit.path}")
+    made = found or Audit.create(folder, name, plan)
+    say(f"audit in {made.path}; after Ctrl-C go on with: pflsec audit --resume {made.path}")
     with progress(price.units * max(1, len(left)), "step") as bar:
-        audit.run(bar.advance, executor, price.units)
-    print_json(audit.record) if json else _print_verdict(audit)
-    if audit.record["verdict"]["failed"]:
+        made.run(bar.advance, executor, price.units)
+    print_json(made.record) if json else _print_verdict(made)
+    if made.record["verdict"]["failed"]:
         raise typer.Exit(1)
 
 
@@ -146,10 +131,10 @@ def _plan(own: dict[str, Any], training: dict[str, Any]) -> Any:
     )
 
 
-def _print_cells(plan: Any, left: Any, price: Any, resumed: bool) -> None:
+def _print_cells(plan: Any, left: Any, price: Any) -> None:
     say(
-        f"{len(left)} of {len(plan.cells())} cells {'left ' if resumed else ''}to train and attack with {', '.join(plan.attacks)}; "
-        f"all trainings take about {duration(price.seconds)} and {megabytes(price.bytes)} on disk, the attacks more time"
+        f"{len(left)} of {len(plan.cells())} cells, attacks {', '.join(plan.attacks)}; all trainings take "
+        f"about {duration(price.seconds)} and {megabytes(price.bytes)} on disk, the attacks more time"
     )
     for cell in left:
         say(f"  {cell.name}: {cell.algo}, {cell.role}, defense {cell.defense}, seed {cell.seed}")

@@ -1,7 +1,7 @@
 """Methods that nobody has registered: a class in a file of the user's, named as FILE.py:Class.
 
-A file is read once, described from its syntax tree, and imported under a private name from the very text that was read: no
-bytecode is left beside it, and none that is older than the text can be used.
+A file is read once, described from its syntax tree, and imported under a private name from the very text that was read:
+no bytecode is left beside it, and none that is older than the text can be used.
 """
 
 import ast
@@ -92,7 +92,8 @@ def check_unchanged(made_with: Mapping[str, Any] | None, what: str) -> None:
         why = "its text has changed"
     if now != made_with.get("sha256"):
         raise RunError(
-            f"{what}: the method's file {path} is not the one the run was made with ({why}). Put the old file back, or train again."
+            f"{what}: the method's file {path} is not the one the run was made with ({why}). Put the old "
+            "file back, or train again."
         )
 
 

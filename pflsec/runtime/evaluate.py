@@ -29,14 +29,14 @@ def accuracy(setup: Setup, items: Items, client: int) -> float:
 
 
 def ready(setup: Setup, items: Items, client: int, t: int) -> Items:
-    """Return a deployed model as its client uses it before round t: fitted to its training rows where the method does so."""
+    """Return a deployed model as its client uses it before round t: fitted to its own rows where the method does so."""
     if type(setup.algorithm).personalise is Algorithm.personalise:
         return items
     return setup.algorithm.personalise(context(setup, t, client), items)
 
 
 def everybody(setup: Setup, server: Items, states: Mapping[int, Items], t: int) -> tuple[list[float], float | None]:
-    """Return each client's accuracy with the model it would use before round t, and the global model's, or None without."""
+    """Return each client's accuracy with the model it would use before round t, and the global model's or None."""
     algorithm, federation = setup.algorithm, setup.federation
     common = algorithm.global_model(server)
     personal, all_common = [], common is not None

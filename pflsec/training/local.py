@@ -65,7 +65,7 @@ class Unrolled:
     keeps_graph = True
 
     def begin(self, params: Mapping[str, Tensor]) -> Items:
-        # New nodes of the graph, not the given ones: what else was computed from those counts as constant in a gradient.
+        # New nodes of the graph, not the given ones: what else was computed from those is constant in a gradient.
         return {k: v.view_as(v) if v.requires_grad else v.detach().requires_grad_() for k, v in params.items()}
 
     def move(self, params: Items, gradients: Sequence[Tensor], lr: float) -> Items:
@@ -307,7 +307,7 @@ def for_method(work: LocalWork) -> Local:
 
 
 class Constant(torch.autograd.Function):
-    """The identity, which passes no slope on while local work takes the gradient of a step, and passes it on otherwise."""
+    """The identity. It passes no slope on while local work takes the gradient of a step, and does otherwise."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, work: LocalWork) -> Tensor:  # type: ignore[override]

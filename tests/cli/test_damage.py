@@ -1,0 +1,170 @@
+"""Runs that are incomplete, damaged, foreign or of another version: one line, and earlier results stay as they are."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.conftest import QUICK, Cli, Damage, tree
+
+CAPTURE = "captures/r000-c00-v0-probe.json"
+ATTACK = ("attack", "ig", "fedavg", *QUICK)
+
+
+def edit(path: Path, **changes: Any) -> None:
+    """Change a JSON file's fields; None removes one."""
+    facts = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({k: v for k, v in facts.items() if v is not None}))
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def blobs(run: Path) -> list[Path]:
+    return sorted((run / "captures/blobs").iterdir())
+
+
+BEFORE_THE_ATTACK: dict[str, tuple[Damage, str]] = {
+    "no run.json": (lambda run: (run / "run.json").unlink(), "does not exist"),
+    "run.json is a folder": (lambda run: ((run / "run.json").unlink(), (run / "run.json").mkdir()), "does not exist"),
+    "truncated run.json": (lambda run: truncate(run / "run.json"), "run.json is damaged or truncated"),
+    "empty run.json": (lambda run: (run / "run.json").write_text(""), "run.json is damaged or truncated"),
+    "binary run.json": (lambda run: (run / "run.json").write_bytes(b"\xff\xfe"), "run.json is damaged or truncated"),
+    "deep run.json": (lambda run: (run / "run.json").write_text("[" * 100_000), "run.json is damaged or truncated"),
+    "run.json is a list": (lambda run: (run / "run.json").write_text("[1]"), "has schema version None"),
+    "run of another version": (lambda run: edit(run / "run.json", schema=99), "has schema version 99"),
+    "run without configuration": (lambda run: edit(run / "run.json", config=None), "run.json lacks or garbles 'config'"),
+    "run with words as configuration": (lambda run: edit(run / "run.json", config="abc"), "run.json lacks or garbles"),
+    "run without data": (lambda run: edit(run / "run.json", data=None), "run.json lacks or garbles 'data'"),
+    "run of an unknown method": (lambda run: edit(run / "run.json", config={"algo": "nope"}), "'nope' is not known"),
+    "run with a rate that is none": (
+        lambda run: edit(run / "run.json", config={"algo": "fedavg", "lr": "x"}), "lr is 'x'"),
+    "no captures": (lambda run: shutil.rmtree(run / "captures"), "it has: none at all. Train again"),
+    "captures is a file": (
+        lambda run: (shutil.rmtree(run / "captures"), (run / "captures").write_text("x")), "none at all"),
+    "truncated capture": (lambda run: truncate(run / CAPTURE), "r000-c00-v0-probe.json is damaged or truncated"),
+    "empty capture": (lambda run: (run / CAPTURE).write_text('{"schema": 1}'), "header lacks or garbles 'round'"),
+    "capture is a list": (lambda run: (run / CAPTURE).write_text("[]"), "has schema version None"),
+    "capture of another version": (lambda run: edit(run / CAPTURE, schema=2), "has schema version 2"),
+    "capture without kind": (lambda run: edit(run / CAPTURE, kind=None), "header lacks or garbles 'kind'"),
+    "capture with a word as round": (lambda run: edit(run / CAPTURE, round="one"), "header lacks or garbles"),
+    "capture of a negative round": (lambda run: edit(run / CAPTURE, round=-1), "out of range"),
+    "capture with a negative rate": (lambda run: edit(run / CAPTURE, lr=-1.0), "has the learning rate -1.0"),
+    "capture of a larger batch": (lambda run: edit(run / CAPTURE, batch=10**9), "other inputs, batches or steps"),
+    "capture of other images": (
+        lambda run: edit(run / CAPTURE, input={"shape": [1, 4, 4], "classes": 10, "mean": [0.1], "std": [1.0]}),
+        "other inputs, batches or steps",
+    ),
+    "capture without messages": (lambda run: edit(run / CAPTURE, messages=None), "header lacks or garbles 'messages'"),
+    "capture under another name": (
+        lambda run: (run / CAPTURE).rename(run / "captures/r000-c07-v0-probe.json"), "its header is that of"),
+    "missing messages": (lambda run: [blob.unlink() for blob in blobs(run)], "is missing"),
+    "truncated messages": (lambda run: [truncate(blob) for blob in blobs(run)], "hash differs"),
+    "captures of another run": (
+        lambda run: (shutil.rmtree(run / "captures"), shutil.copytree(run.parent / "fedrep/captures", run / "captures")),
+        "was made by fedrep; this run trains fedavg",
+    ),
+    "truncated pool": (lambda run: truncate(run / "vault/pool.safetensors"), "pool of candidate images is damaged"),
+    "missing truth": (lambda run: (run / "vault/r000-c01-v0-probe.safetensors").unlink(), "truth of capture r000-c01"),
+    "truncated truth": (lambda run: truncate(run / "vault/r000-c01-v0-probe.safetensors"), "truth of capture r000-c01"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("damage", "says"), BEFORE_THE_ATTACK.values(), ids=list(BEFORE_THE_ATTACK))
+def test_a_damaged_run_is_refused_in_one_line_before_any_work(
+    cli: Cli, runs: Path, monkeypatch: pytest.MonkeyPatch, damage: Damage, says: str
+):
+    damage(runs / "fedavg")
+    before = tree(runs)
+    monkeypatch.setattr("pflsec.runtime.attacking.attempt", None)
+    assert says in cli.mistake(*ATTACK)
+    assert tree(runs) == before
+
+
+RUN_JSON = [name for name in BEFORE_THE_ATTACK if "run.json" in name or name.startswith("run of another version")]
+
+
+@pytest.mark.parametrize("name", RUN_JSON)
+def test_every_command_refuses_a_run_without_a_readable_description(cli: Cli, runs: Path, name: str):
+    damage, _ = BEFORE_THE_ATTACK[name]
+    damage(runs / "fedavg")
+    for words in (("report", "fedavg"), ("train", "--resume", "fedavg")):
+        cli.mistake(*words)
+    if name not in ("no run.json", "run.json is a folder"):
+        assert "run 'fedavg'" in cli.mistake("show", "runs/fedavg")
+        row, other = json.loads(cli.succeed("list", "runs", "--json").out)
+        assert (row["run"], row["state"], other["state"]) == ("fedavg", "damaged", "done")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"model": {"name": "mlp", "parameters": "many"}}, {"state": {}}, {"wire": None}, {"config": 3}, {"data": {}}],
+    ids=str,
+)
+def test_a_description_with_garbled_parts_is_shown_in_no_part(cli: Cli, runs: Path, changes: dict[str, Any]):
+    edit(runs / "fedavg/run.json", **changes)
+    assert "run.json lacks or garbles" in cli.mistake("show", "runs/fedavg")
+
+
+@pytest.fixture
+def attacked(cli: Cli, runs: Path) -> dict[str, bytes | None]:
+    """The results of an attack on the run `fedavg`, as they were written."""
+    cli.succeed(*ATTACK)
+    return tree(runs / "fedavg/attacks")
+
+
+@pytest.mark.parametrize("name", ["truncated messages", "missing truth", "captures of another run", "empty run.json"])
+def test_earlier_results_outlive_a_later_attack_that_fails(cli: Cli, runs: Path, attacked: dict[str, bytes], name: str):
+    damage, says = BEFORE_THE_ATTACK[name]
+    damage(runs / "fedavg")
+    assert says in cli.mistake(*ATTACK)
+    assert tree(runs / "fedavg/attacks") == attacked
+
+
+@pytest.mark.parametrize("file", ["metrics.jsonl", "clients.csv"])
+def test_garbled_numbers_of_training_are_named_and_the_attacks_results_kept(
+    cli: Cli, runs: Path, attacked: dict[str, bytes], file: str
+):
+    (runs / "fedavg" / file).write_text("garbage\nmore garbage\n")
+    for words in (("report", "fedavg"), ATTACK):
+        assert f"{file} is damaged" in cli.mistake(*words, announced=True)
+    assert sorted(tree(runs / "fedavg/attacks")) == sorted(attacked)
+
+
+def test_a_damaged_attack_is_named_and_mended_by_running_it_again(cli: Cli, runs: Path, attacked: dict[str, bytes]):
+    (folder,) = (runs / "fedavg/attacks").iterdir()
+    truncate(folder / "attack.json")
+    assert "attack.json is damaged or truncated" in cli.mistake("report", "fedavg")
+    cli.succeed(*ATTACK)
+    assert json.loads((folder / "attack.json").read_text())["state"] == "done"
+    cli.succeed("report", "fedavg")
+
+
+def test_without_a_vault_everything_goes_on_and_nothing_is_scored(cli: Cli, runs: Path):
+    shutil.rmtree(runs / "fedavg/vault")
+    (found,) = json.loads(cli.succeed(*ATTACK, "--json").out)
+    assert {row["reason"] for row in found["scores"]} == {"not scored: the run has no vault"}
+    assert {row["psnr"] for row in found["scores"]} == {None}
+    assert {row["attack_valid"] for row in found["scores"]} == {None}
+    cli.succeed(*ATTACK)
+    cli.succeed("report", "fedavg")
+    assert "truth of capture" in cli.mistake(*ATTACK, "--knowledge", "oracle", announced=True)
+
+
+def test_files_that_are_not_runs_are_left_out_of_the_list(cli: Cli, runs: Path):
+    runs.joinpath("notes.txt").write_text("x")
+    runs.joinpath("empty").mkdir()
+    assert [row["run"] for row in json.loads(cli.succeed("list", "runs", "--json").out)] == ["fedavg", "fedrep"]
+
+
+def test_a_run_that_cannot_be_written_to_is_said_in_one_line(cli: Cli, runs: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(path: Path, data: bytes) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr("pflsec.core.tensors.write_bytes", full)
+    said = cli.mistake(*ATTACK, announced=True)
+    assert "No space left on device" in said
+    assert "reconstructions.safetensors" in said

@@ -72,7 +72,7 @@ class FedProx(Algorithm[FedProxConfig]):
 
     def _epochs(self, ctx: Local) -> int:
         """Return this client's work budget in epochs: all of them, or for a straggler 1 to all, drawn evenly."""
-        if not self.cfg.stragglers or ctx.epochs < 2:
+        if not self.cfg.stragglers or ctx.fixed_epochs or ctx.epochs < 2:
             return ctx.epochs
         late, share = torch.rand(2, generator=ctx.rng("straggler")).tolist()
         return 1 + int(share * ctx.epochs) if late < self.cfg.stragglers else ctx.epochs

@@ -17,8 +17,8 @@ from pflsec.reports.load import RunData
 from pflsec.reports.words import number, percent
 
 NONE = "none"
-Key = tuple[int, int, int, str]
-"""A victim: seed, round, place among its client's victims, and the dataset's row numbers."""
+Key = tuple[int, int, int, int, str]
+"""A victim: seed, round, client, place among its client's victims, and the dataset's row numbers."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,7 +129,7 @@ def victims(group: Group, attack: str) -> dict[Key, Victim]:
             for row in tables.records(data.scores):
                 if row["psnr_capped"] is None or row["attack_valid"] is False:
                     continue
-                key = (run.seed, row["round"], row["victim"], str(row["dataset_index"]))
+                key = (run.seed, row["round"], row["client"], row["victim"], str(row["dataset_index"]))
                 found[key] = Victim(row["client"], row["psnr_capped"], row["psnr_blind"])
     return found
 

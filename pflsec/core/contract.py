@@ -46,6 +46,12 @@ class Contract:
     net: Net
     _tables: dict[str, dict[str, str]] = field(default_factory=dict, repr=False, compare=False)
 
+    def __post_init__(self) -> None:
+        for name, text in (*self.down.items(), *self.up.items()):
+            match = DECLARATION.fullmatch(text)
+            if match is None or match["kind"] not in KINDS:
+                raise WireError(f"{self.method} declares '{name}' as '{text}'; the kinds are: {', '.join(KINDS)}.")
+
     def items(self, direction: Direction) -> dict[str, str]:
         """Return {item name: declaration} with the patterns spelled out for this network."""
         if direction not in self._tables:

@@ -36,6 +36,8 @@ class Local(Protocol):
     """Learning rate of this round."""
     epochs: int
     """Epochs of the phase that produces what is sent (in a probe: its number of steps)."""
+    fixed_epochs: bool
+    """Whether all of them must be made: in probes and replays, where a slow client's smaller budget has no place."""
 
     @property
     def num_samples(self) -> int:

@@ -62,18 +62,27 @@ def context(setup: Setup, t: int, client: int, guard: Guard | None = None) -> Lo
     )
 
 
+@contextmanager
+def naming(setup: Setup, where: str) -> Iterator[None]:
+    """Say of every error in a method's local work where it happened; one that is not ours keeps its traceback."""
+    try:
+        yield
+    except PflsecError as error:
+        raise type(error)(f"{where}: {error}") from error
+    except Exception as error:
+        text = "".join(traceback.format_exception(error)).rstrip()
+        raise TrainingError(
+            f"{where}: {setup.config.algo}.local raised {type(error).__name__}: {error}\n{text}"
+        ) from error
+
+
 def work(setup: Setup, job: Job) -> Outcome:
     """Do one client's local work. Errors name round, client and item."""
     began = time.perf_counter()
     ctx = context(setup, job.round, job.client, job.guard)
     where = f"round {job.round}, client {job.client}"
-    try:
+    with naming(setup, where):
         done = setup.algorithm.local(for_method(ctx), job.state, job.down)
-    except PflsecError as error:
-        raise type(error)(f"{where}: {error}") from error
-    except Exception as error:
-        text = "".join(traceback.format_exception(error)).rstrip()
-        raise TrainingError(f"{where}: {setup.config.algo}.local raised {type(error).__name__}: {error}\n{text}") from error
     for what, items in (("upload", done.up), ("state", done.state)):
         if bad := first_nonfinite(items):
             raise TrainingError(

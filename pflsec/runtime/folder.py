@@ -41,7 +41,7 @@ class RunFolder:
         with disk_errors(runs_dir / name):
             runs_dir.mkdir(parents=True, exist_ok=True)
             for number in range(1, 10_000):
-                path = runs_dir / (name if number == 1 else f"{name}-{number}")
+                path = runs_dir / safe_name(name if number == 1 else f"{name}-{number}", "run name")
                 try:
                     path.mkdir(mode=0o700)
                 except FileExistsError:

@@ -18,7 +18,7 @@ from pflsec.core.items import Items
 from pflsec.core.streams import numpy_stream
 from pflsec.core.vault import VaultWriter
 from pflsec.runtime.checkpoint import State
-from pflsec.runtime.executor import learning_rate
+from pflsec.runtime.executor import learning_rate, naming
 from pflsec.runtime.privacy import Ledger
 from pflsec.runtime.replay import local_work, residual
 from pflsec.runtime.setup import Setup
@@ -102,7 +102,9 @@ class Recorder:
                 before, client, 0, "update", downs[client], len(rows), self.setup.config.batch_size
             )
             x, y = self._batch(rows)
-            seen = self._check(record, x, y, before.states[client]) if record.steps <= MOST_STEPS else None
+            undefended = None if self.setup.defenses else ups[client]
+            replayed = record.steps <= MOST_STEPS
+            seen = self._check(record, x, y, before.states[client], undefended) if replayed else None
             self._write(replace(record, up=ups[client]), rows, before.states[client], seen)
 
     def _record(
@@ -140,17 +142,23 @@ class Recorder:
         if ledger is not None:
             key = "probe", record.round, record.victim
             ctx.guard = ledger.guard(record.client, *key, samples=len(rows), batch_size=len(rows))
-        sent = setup.algorithm.local(for_method(ctx), state, record.down).up
+        with naming(setup, f"round {record.round}, client {record.client}"):
+            sent = setup.algorithm.local(for_method(ctx), state, record.down).up
         up = setup.channel.send_up(sent, record.down, record.round, record.client)
         self._write(replace(record, up=up), rows, state, distance)
 
-    def _check(self, record: Record, x: Tensor, y: Tensor, state: Items) -> float:
-        """Return how far the replay of the truth is from local work without defenses, relative. Raises TrainingError when
-        the two do not even send the same items."""
+    def _check(self, record: Record, x: Tensor, y: Tensor, state: Items, sent: Items | None = None) -> float:
+        """Return how far the replay of the truth is from what was sent, relative.
+
+        sent  None: what local work without defenses sends
+        Raises TrainingError when the two are not even the same items.
+        """
         setup = self.setup
-        ctx = local_work(setup.net, record, x, y, setup.config.seed, Training)
-        plain = setup.algorithm.local(ctx, state, record.down).up
-        distance = residual(setup.algorithm, setup.net, record, x, y, state, plain, setup.config.seed)
+        with naming(setup, f"round {record.round}, client {record.client}"):
+            if sent is None:
+                ctx = local_work(setup.net, record, x, y, setup.config.seed, Training)
+                sent = setup.algorithm.local(ctx, state, record.down).up
+            distance = residual(setup.algorithm, setup.net, record, x, y, state, sent, setup.config.seed)
         if not np.isfinite(distance):
             raise TrainingError(
                 f"capture {record.id}: {setup.config.algo}.local does not repeat itself on the same batch (its replay sends "

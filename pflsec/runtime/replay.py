@@ -28,6 +28,7 @@ def local_work(
         round=record.round,
         client=record.client,
         driver=driver(),
+        fixed_epochs=True,
     )
 
 
@@ -92,15 +93,23 @@ def newcomer(algorithm: Algorithm[Any], net: Network, rng: torch.Generator) -> I
     return algorithm.init_client(net.fresh("newcomer", key), server)
 
 
-def residual(algorithm: Algorithm[Any], net: Network, record: Record, x: Tensor, y: Tensor, state: Items, up: Items, seed: int):
-    """Return |replay - up| / |up| at the truth, over all float items of the upload as one vector.
+def residual(
+    algorithm: Algorithm[Any], net: Network, record: Record, x: Tensor, y: Tensor, state: Items, up: Items, seed: int
+) -> float:
+    """Return how far the replay of the truth is from the upload, relative: |change(replay) - change(up)| / |change(up)|.
 
-    This is the consistency check of a capture: where it is not tiny, no attack on it means anything.
+    Compared is what the upload says about the data, not the weights themselves, which would hide a wrong gradient at a small
+    learning rate. This is the consistency check of a capture: where it is not tiny, no attack on it means anything.
     """
-    dtype = x.dtype
     ctx = local_work(net, record, x, y, seed)
-    again = algorithm.local(ctx, cast(state, dtype), cast(record.down, dtype)).up
-    return relative_distance(floating(again), floating(up))
+    again = algorithm.local(ctx, cast(state, x.dtype), cast(record.down, x.dtype)).up
+    if {k: v.shape for k, v in again.items()} != {k: v.shape for k, v in up.items()}:
+        return float("inf")
+    was, down = (cast(items, torch.float64) for items in (state, record.down))
+    seen, found = (
+        algorithm.change(was, down, cast(sent, torch.float64), record.lr, record.steps) for sent in (up, again)
+    )
+    return relative_distance(found, seen)
 
 
 def relative_distance(guess: Mapping[str, Tensor], seen: Mapping[str, Tensor]) -> float:

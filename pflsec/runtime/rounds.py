@@ -85,7 +85,7 @@ class Federated:
         }
         self.on_exchanged(self.state(), played)
         self._commit(server, played)
-        losses = [o.train_loss for o in played.outcomes.values()]
+        losses = [played.outcomes[c].train_loss for c in sorted(played.outcomes)]  # workers end in any order
         metrics: dict[str, Any] = {
             "round": t,
             "lr": learning_rate(setup, t),

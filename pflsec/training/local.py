@@ -93,6 +93,7 @@ class LocalWork:
     client: int
     driver: Driver = field(default_factory=Training)
     guard: Guard | None = None
+    fixed_epochs: bool = False
     losses: list[Tensor] = field(default_factory=list)
     """Mean data loss of every step of the main phase."""
     _used: dict[str, int] = field(default_factory=dict)

@@ -70,7 +70,9 @@ def descend(loss: Loss, start: Free, plans: Sequence[Plan], box: tuple[Tensor, T
     best = Best()
     for plan in plans:
         free = {k: v.detach().clone().requires_grad_() for k, v in (best.free or start).items()}
-        best.status = _lbfgs(loss, free, plan, best) if plan.optimiser == "lbfgs" else _adam(loss, free, plan, best, box)
+        best.status = (
+            _lbfgs(loss, free, plan, best) if plan.optimiser == "lbfgs" else _adam(loss, free, plan, best, box)
+        )
         if best.status == "converged":
             break
     if not best.free:

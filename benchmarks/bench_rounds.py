@@ -3,10 +3,10 @@
 import torch
 
 from benchmarks.common import interleaved, ratio, table
+from pflsec.config.train import resolve
 from pflsec.core import registry
 from pflsec.runtime.rounds import Federated
 from pflsec.runtime.setup import prepare
-from pflsec.config.train import resolve
 
 
 def main() -> None:

@@ -25,7 +25,9 @@ def epsilon(account: Sequence[Spend], delta: float, method: Method = "rdp") -> f
     from opacus.accountants.analysis.rdp import get_privacy_spent
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Opacus hints at orders at the edge of its grid: the bound is valid all the same
+        warnings.simplefilter(
+            "ignore"
+        )  # Opacus hints at orders at the edge of its grid: the bound is valid all the same
         if method == "prv":
             accountant = PRVAccountant()
             accountant.history = merged

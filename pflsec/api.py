@@ -153,7 +153,9 @@ def run_training(
     return _play(setup, folder, on_round, executor)
 
 
-def plan_resumption(run: Run | str | Path, runs_dir: str | Path = "runs", dataset: Dataset | None = None) -> tuple[Setup, Run]:
+def plan_resumption(
+    run: Run | str | Path, runs_dir: str | Path = "runs", dataset: Dataset | None = None
+) -> tuple[Setup, Run]:
     """Return the setup of an earlier run, to go on with it. Raises RunError when it is complete or its data changed."""
     folder = RunFolder.open(run.path if isinstance(run, Run) else run, Path(runs_dir))
     facts = folder.manifest()
@@ -300,9 +302,7 @@ class AttackSession:
             targets.append(attacking.Target(path, capture, name, self.config, labels, state))
         return targets
 
-    def _row(
-        self, name: str, tried: attacking.Attempt
-    ) -> tuple[dict[str, Any], VictimScore | None, Tensor | None]:
+    def _row(self, name: str, tried: attacking.Attempt) -> tuple[dict[str, Any], VictimScore | None, Tensor | None]:
         """Return the victim's row, its score, and its pictures in the order of the truth."""
         header = CaptureStore(self.folder.captures).header(tried.capture)
         result = tried.result
@@ -321,10 +321,19 @@ class AttackSession:
         if result is not None:
             row |= {k: getattr(result, k) for k in ("labels", "hidden", "iterations", "restarts", "objective")}
         if self.pool is None:
-            return row | {"reason": row["reason"] or "not scored: the run has no vault"}, None, self._picture(result, None)
+            return (
+                row | {"reason": row["reason"] or "not scored: the run has no vault"},
+                None,
+                self._picture(result, None),
+            )
         truth = self.vault.truth(tried.capture)
         scored = score(
-            truth, result.x if result else None, result.y if result else None, self.spec.pixels, self.pool, self.perceptual
+            truth,
+            result.x if result else None,
+            result.y if result else None,
+            self.spec.pixels,
+            self.pool,
+            self.perceptual,
         )
         valid, why = results.validity(truth.replay_residual)
         row |= {k: v for k, v in scored.row().items() if k in results.COLUMNS}

@@ -22,7 +22,9 @@ from pflsec.core.local import Local
 
 
 class FedProtoConfig(PrivateStart):
-    lam: float = at_least(0, default=1.0, about="weight of the distance to the global prototypes", paper=1.0, pfllib=1.0)
+    lam: float = at_least(
+        0, default=1.0, about="weight of the distance to the global prototypes", paper=1.0, pfllib=1.0
+    )
     weighting: Literal["uniform", "count"] = option(
         default="uniform", about="weights of a class's mean over clients", paper="uniform", pfllib="uniform"
     )

@@ -89,7 +89,9 @@ class FedAMP(Algorithm[FedAMPConfig]):
     def aggregate(self, server: Items, ups: Mapping[int, Items]) -> Items:
         who = torch.tensor(list(ups))
         latest = combine(lambda *sent: torch.stack(sent), *ups.values())
-        return prefixed("bank", combine(lambda w, new: w.index_copy(0, who, new), without_prefix("bank", server), latest))
+        return prefixed(
+            "bank", combine(lambda w, new: w.index_copy(0, who, new), without_prefix("bank", server), latest)
+        )
 
     def deploy(self, state: Items, down: Items) -> Items:
         return state

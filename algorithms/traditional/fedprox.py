@@ -27,7 +27,11 @@ from pflsec.core.local import Local, half_squared_distance
 class FedProxConfig(Config):
     mu: float = at_least(0, default=0.01, about="weight of the penalty", paper="0.001 to 1", pfllib=0.0)
     stragglers: float = between(
-        0, 1, default=0.0, about="chance that a client makes only some of its epochs and still uploads", paper="0, 0.5, 0.9"
+        0,
+        1,
+        default=0.0,
+        about="chance that a client makes only some of its epochs and still uploads",
+        paper="0, 0.5, 0.9",
     )
     weighting: Literal["samples", "uniform"] = option(default="samples", about="weights of the mean over uploads")
     sampling: Literal["uniform", "by_size"] = option(default="uniform", about="how a cohort is drawn")
@@ -35,7 +39,9 @@ class FedProxConfig(Config):
     @model_validator(mode="after")
     def _count_sizes_once(self):
         if self.sampling == "by_size" and self.weighting == "samples":
-            raise ValueError("sampling=by_size goes with weighting=uniform; with weighting=samples sizes would count twice")
+            raise ValueError(
+                "sampling=by_size goes with weighting=uniform; with weighting=samples sizes would count twice"
+            )
         return self
 
 

@@ -23,7 +23,9 @@ from pflsec.core.local import Local, linear
 
 class ScaffoldConfig(Config):
     option: Literal["I", "II"] = option(
-        default="II", about="II: c_i is the mean gradient along the path; I: the full gradient at the downlink", paper="II"
+        default="II",
+        about="II: c_i is the mean gradient along the path; I: the full gradient at the downlink",
+        paper="II",
     )
     server_lr: float = above(0, default=1.0, about="step size of the server", paper=1.0, pfllib=1.0)
 
@@ -54,7 +56,9 @@ class Scaffold(Algorithm[ScaffoldConfig]):
     def aggregate(self, server: Items, ups: Mapping[int, Items]) -> Items:
         mean = weighted_mean(ups.values(), [1.0] * len(ups))
         share = len(ups) / self.clients
-        x = combine(lambda x, d: x + self.cfg.server_lr * d, select(server, *self.shared), without_prefix("delta", mean))
+        x = combine(
+            lambda x, d: x + self.cfg.server_lr * d, select(server, *self.shared), without_prefix("delta", mean)
+        )
         c = combine(lambda c, d: c + share * d, select(server, "control"), select(mean, "control"))
         return x | c
 

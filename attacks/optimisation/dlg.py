@@ -3,7 +3,8 @@
 Source   Zhu, Liu, Han, NeurIPS 2019, arXiv 1906.08935; with a line search and restarts, which it needs to be dependable.
 Needs    architecture, learning rate and number of steps, shape of the inputs, the client's own messages.
 Solves   min over x, y, hidden items  |S(x, softmax y) - seen|^2 / |seen|^2, S the client's own code on a guess
-Method   LBFGS with strong Wolfe line search, images from U(0, 1); where it stalls, signed Adam, then LBFGS again, soft labels optimised with the image.
+Method   LBFGS with strong Wolfe line search, images from U(0, 1), soft labels optimised with the image; where it stalls,
+         signed Adam, then LBFGS again.
 Limits   `classic = true`: no line search, N(0, 1), unscaled distance, as published. Batches above a few images are hard.
 """
 

@@ -28,8 +28,12 @@ CHECKED = 3  # examples on which the loss is taken alone, to see that it does no
 
 
 class DPSGDConfig(Config):
-    epsilon: float | None = above(0, default=None, about="budget of each client over the whole run; it stops before exceeding it")
-    noise_multiplier: float | None = at_least(0, default=None, about="standard deviation of the noise over max_grad_norm")
+    epsilon: float | None = above(
+        0, default=None, about="budget of each client over the whole run; it stops before exceeding it"
+    )
+    noise_multiplier: float | None = at_least(
+        0, default=None, about="standard deviation of the noise over max_grad_norm"
+    )
     max_grad_norm: float = above(0, default=1.0, about="norm to which each example's gradient is clipped")
     delta: float | None = above(0, default=None, about="none: the smaller of 1e-5 and 1/(10 n), n the client's samples")
     accountant: Literal["rdp", "prv"] = option(default="rdp", about="rdp: fast upper bound; prv: tighter, slow")
@@ -79,7 +83,9 @@ class DPSGD(StepDefense[DPSGDConfig]):
 class DPGuard:
     """Stands between one client's data and its parameters, for one local work (see pflsec.core.defense.Guard)."""
 
-    def __init__(self, cfg: DPSGDConfig, samples: int, batch_size: int, noise_multiplier: float, key: tuple[int | str, ...]):
+    def __init__(
+        self, cfg: DPSGDConfig, samples: int, batch_size: int, noise_multiplier: float, key: tuple[int | str, ...]
+    ):
         self.cfg, self.samples, self.sigma = cfg, samples, noise_multiplier
         self.steps_per_epoch = max(1, -(-samples // batch_size))
         self.rate = 1 / self.steps_per_epoch
@@ -162,4 +168,3 @@ class DPGuard:
                     f"{float(together[i]):.6g} among others and {float(alone):.6g} alone. Clipping could not bound one "
                     "record's influence."
                 )
-

@@ -11,7 +11,9 @@ from pflsec.core.errors import ConfigError
 
 def attack(
     attacks: Annotated[str, typer.Argument(metavar="ATTACKS", help="Names with commas between, or all.")],
-    run: Annotated[str | None, typer.Argument(metavar="[RUN]", help="A run's name or folder; nothing: the newest.")] = None,
+    run: Annotated[
+        str | None, typer.Argument(metavar="[RUN]", help="A run's name or folder; nothing: the newest.")
+    ] = None,
     runs_dir: Annotated[Path, typer.Option(help="Folder of all runs.")] = Path("runs"),
     rounds: Annotated[str | None, typer.Option(help="Captured rounds to attack, e.g. 0,9. [default: all]")] = None,
     clients: Annotated[str | None, typer.Option(help="Captured clients to attack. [default: all]")] = None,
@@ -59,7 +61,13 @@ def attack(
         "clients": _numbers(clients, "--clients"),
         "lpips_weights": None if lpips_weights is None else str(lpips_weights),
         "settings": parse_assignments(split_assignments(settings or [])),
-        **{"kind": kind, "iterations": iterations, "restarts": restarts, "adversary": adversary, "knowledge": knowledge},
+        **{
+            "kind": kind,
+            "iterations": iterations,
+            "restarts": restarts,
+            "adversary": adversary,
+            "knowledge": knowledge,
+        },
         **{"labels": labels, "hidden": hidden, "lpips": lpips, "seed": seed, "executor": executor, "workers": workers},
         "device": device,
     }
@@ -104,8 +112,10 @@ def _note(name: str, done: int, total: int, row: Any) -> str:
 
 
 def _records(scores: Any) -> list[dict[str, Any]]:
+    from pandas import isna
+
     table = scores.table
-    return [{k: None if v != v else v for k, v in row.items()} for row in table.to_dict("records")]
+    return [{k: None if isna(v) else v for k, v in row.items()} for row in table.to_dict("records")]
 
 
 def _print_summary(scores: Any) -> None:

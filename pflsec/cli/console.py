@@ -1,6 +1,7 @@
 """What the commands share: where things are printed, how errors end, how long work shows its progress."""
 
 import json
+import math
 import sys
 import time
 import warnings
@@ -122,7 +123,7 @@ def megabytes(count: float) -> str:
 
 def number(value: Any, digits: int = 2) -> str:
     """Return a number for a table; empty where there is none."""
-    if value is None or value != value:
+    if value is None or (isinstance(value, float) and math.isnan(value)):
         return ""
     return f"{value:.{digits}f}" if isinstance(value, float) else str(value)
 

@@ -14,7 +14,9 @@ KINDS = (*registry.GROUPS, "runs")
 
 
 def listing(
-    what: Annotated[str, typer.Argument(metavar="WHAT", help="algorithms, attacks, defenses, datasets, models or runs.")],
+    what: Annotated[
+        str, typer.Argument(metavar="WHAT", help="algorithms, attacks, defenses, datasets, models or runs.")
+    ],
     runs_dir: Annotated[Path, typer.Option(help="Folder of all runs.")] = Path("runs"),
     json: Annotated[bool, typer.Option("--json", help="Print as JSON on stdout.")] = False,
 ) -> None:

@@ -13,7 +13,10 @@ from pflsec.runtime.folder import RunFolder, is_run
 
 
 def show(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A method, attack, defense, dataset, model or run; or FILE.py:Class.")],
+    name: Annotated[
+        str,
+        typer.Argument(metavar="NAME", help="A method (also FILE.py:Class), attack, defense, dataset, model or run."),
+    ],
     runs_dir: Annotated[Path, typer.Option(help="Folder of all runs.")] = Path("runs"),
     json: Annotated[bool, typer.Option("--json", help="Print as JSON on stdout.")] = False,
 ) -> None:
@@ -55,7 +58,9 @@ def show(
 
 def _print_card(card: registry.Card) -> None:
     out.print(f"{card.key}: {card.title}", markup=False, style="bold")
-    home = f"{card.group.removesuffix('s')}, {card.family}" if card.group == "algorithms" else card.group.removesuffix("s")
+    home = (
+        f"{card.group.removesuffix('s')}, {card.family}" if card.group == "algorithms" else card.group.removesuffix("s")
+    )
     print_table("", ["", ""], [["Kind", home], *([k, v] for k, v in card.sections.items())])
     rows = _wire(card.attributes)
     if rows:

@@ -19,22 +19,34 @@ def option(name: str, help: str, *flags: str) -> Any:
     """Return a typer option whose help ends with the configuration's default, read from its source: help needs no pydantic."""
     default = next(s.default for s in settings_of("pflsec.config.train", "TrainConfig") if s.name == name)
     shown = "none" if default == "None" else default
-    return typer.Option(*(flags or (f"--{name.replace('_', '-')}",)), help=f"{help} [default: {shown}]", show_default=False)
+    return typer.Option(
+        *(flags or (f"--{name.replace('_', '-')}",)), help=f"{help} [default: {shown}]", show_default=False
+    )
 
 
 def train(
-    algo: Annotated[str | None, option("algo", "Method: a key from `pflsec list algorithms`, or FILE.py:Class.")] = None,
+    algo: Annotated[
+        str | None, option("algo", "Method: a key from `pflsec list algorithms`, or FILE.py:Class.")
+    ] = None,
     data: Annotated[str | None, option("data", "Dataset: a name, npz:PATH (images, labels) or pfllib:PATH.")] = None,
     download: Annotated[bool | None, option("download", "Fetch the dataset if it is not here.", "--download")] = None,
     model: Annotated[str | None, option("model", "Network: a name, or auto.")] = None,
     split: Annotated[str | None, option("split", "Layer with which the head begins.")] = None,
-    partition: Annotated[str | None, option("partition", "iid, pathological, dirichlet, natural or pfllib-compat.")] = None,
+    partition: Annotated[
+        str | None, option("partition", "iid, pathological, dirichlet, natural or pfllib-compat.")
+    ] = None,
     alpha: Annotated[float | None, option("alpha", "Dirichlet concentration; small is heterogeneous.")] = None,
-    classes_per_client: Annotated[int | None, option("classes_per_client", "Classes a client holds (pathological).")] = None,
-    test: Annotated[str | None, option("test", "split: a quarter of each client; given: the dataset's test rows.")] = None,
+    classes_per_client: Annotated[
+        int | None, option("classes_per_client", "Classes a client holds (pathological).")
+    ] = None,
+    test: Annotated[
+        str | None, option("test", "split: a quarter of each client; given: the dataset's test rows.")
+    ] = None,
     clients: Annotated[int | None, option("clients", "Number of clients.")] = None,
     rounds: Annotated[int | None, option("rounds", "Number of rounds.")] = None,
-    local_epochs: Annotated[int | None, option("local_epochs", "Epochs of the phase that produces what is sent.")] = None,
+    local_epochs: Annotated[
+        int | None, option("local_epochs", "Epochs of the phase that produces what is sent.")
+    ] = None,
     batch_size: Annotated[int | None, option("batch_size", "Samples in a local batch.")] = None,
     lr: Annotated[float | None, option("lr", "Local learning rate.")] = None,
     lr_decay: Annotated[float | None, option("lr_decay", "Round t trains with lr * decay^t.")] = None,
@@ -54,14 +66,20 @@ def train(
     dp_seed: Annotated[int | None, option("dp_seed", "Fixes the privacy noise; for tests only, marks the run.")] = None,
     buffers: Annotated[str | None, option("buffers", "aggregate, local or frozen.")] = None,
     seed: Annotated[int | None, option("seed", "Seed of everything that is drawn.")] = None,
-    eval_every: Annotated[int | None, option("eval_every", "Evaluate every so many rounds, and after the last.")] = None,
+    eval_every: Annotated[
+        int | None, option("eval_every", "Evaluate every so many rounds, and after the last.")
+    ] = None,
     executor: Annotated[str | None, option("executor", "auto or serial.")] = None,
     workers: Annotated[int | None, option("workers", "Worker processes.")] = None,
     device: Annotated[str | None, option("device", "auto or cpu.")] = None,
     runs_dir: Annotated[Path, typer.Option(help="Folder of all runs.")] = Path("runs"),
     name: Annotated[str | None, typer.Option(help="Name of this run.", show_default=False)] = None,
-    config: Annotated[Path | None, typer.Option(help="TOML file with any of these options.", show_default=False)] = None,
-    resume: Annotated[str | None, typer.Option(help="Go on with this run; no other option of it may change.", show_default=False)] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="TOML file with any of these options.", show_default=False)
+    ] = None,
+    resume: Annotated[
+        str | None, typer.Option(help="Go on with this run, as it was set up.", show_default=False)
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, estimate time and disk, and stop.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")] = False,
 ) -> None:
@@ -87,8 +105,10 @@ def train(
     given = {k: v for k, v in given.items() if k in TrainConfig.model_fields and k != "settings"}
     how = {k: given.pop(k) for k in ("executor", "workers") if resume and k in given}
     if resume and (given or settings or preset or config or name):
-        raise ConfigError("--resume takes the run's own configuration; of the other options only --executor, --workers and "
-                          "--runs-dir go with it.")
+        raise ConfigError(
+            "--resume takes the run's own configuration; of the other options only --executor, --workers and "
+            "--runs-dir go with it."
+        )
     if name is not None:
         safe_name(name, "run name")
     found = None
@@ -133,8 +153,8 @@ def _executor(wanted: str, seconds: float) -> str:
 
 def _note(metrics: Any) -> str:
     parts = [f"loss {number(metrics.get('train_loss'), 3)}"] if metrics.get("train_loss") is not None else []
-    if (mean := metrics.get("personal_accuracy_mean")) is not None and mean == mean:
-        parts.append(f"accuracy {100 * mean:.1f} % (mean over clients)")
+    if mean := number(metrics.get("personal_accuracy_mean"), 3):
+        parts.append(f"accuracy {100 * float(mean):.1f} % (mean over clients)")
     return ", ".join(parts)
 
 

@@ -123,7 +123,9 @@ class TrainConfig(Config):
         if "capture_clients" not in self.model_fields_set:
             return sorted(c for c in found if c < self.clients)
         if late := [c for c in found if c >= self.clients]:
-            raise ValueError(f"capture_clients names client {late[0]}; the federation has clients 0 to {self.clients - 1}")
+            raise ValueError(
+                f"capture_clients names client {late[0]}; the federation has clients 0 to {self.clients - 1}"
+            )
         return sorted(found)
 
 
@@ -139,7 +141,11 @@ def _number(word: str, name: str, allowed: str) -> int:
 
 
 def resolve(
-    options: Mapping[str, Any], *, preset: str | None = None, file: Path | None = None, assignments: Mapping[str, str] = {}
+    options: Mapping[str, Any],
+    *,
+    preset: str | None = None,
+    file: Path | None = None,
+    assignments: Mapping[str, str] = {},
 ) -> TrainConfig:
     """Return the validated configuration of a run.
 

@@ -13,7 +13,6 @@ from pflsec.core.items import Items, floating, select, weighted_mean
 from pflsec.core.local import Local
 from pflsec.core.network import Net
 
-
 C = TypeVar("C", bound=Config)
 Settings = Config  # in the class below, Config names the attribute
 

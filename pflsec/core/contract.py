@@ -104,12 +104,16 @@ class Contract:
         else:
             letters = [s.strip() for s in match["shape"].split(",") if s.strip()]
             if len(letters) != value.dim():
-                raise WireError(f"{where}: item '{name}' has shape {list(value.shape)}; its contract says [{match['shape']}].")
+                raise WireError(
+                    f"{where}: item '{name}' has shape {list(value.shape)}; its contract says [{match['shape']}]."
+                )
             expected = [
                 int(s) if s.isdigit() else sizes.setdefault(s, n) for s, n in zip(letters, value.shape, strict=True)
             ]
         if list(value.shape) != expected:
-            raise WireError(f"{where}: item '{name}' of {self.method} has shape {list(value.shape)}; it must be {expected}.")
+            raise WireError(
+                f"{where}: item '{name}' of {self.method} has shape {list(value.shape)}; it must be {expected}."
+            )
 
 
 def kind_of(declaration: str) -> str:

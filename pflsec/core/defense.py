@@ -31,6 +31,8 @@ class Guard(Protocol):
     def gradient(self, on: LossPerExample, params: Items, x: Tensor, y: Tensor) -> list[Tensor]:
         """Return the protected mean gradient, one tensor a parameter; x and y may have no rows."""
         ...
+
+
 Settings = Config  # in the class below, Config names the attribute
 
 

@@ -80,7 +80,9 @@ def load(group: str, name: str) -> Any:
     try:
         return entry.load()
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{group.removesuffix('s')} '{entry.name}' ({entry.value}) cannot be imported: {error}.") from error
+        raise ConfigError(
+            f"{group.removesuffix('s')} '{entry.name}' ({entry.value}) cannot be imported: {error}."
+        ) from error
 
 
 def card(group: str, name: str) -> Card:

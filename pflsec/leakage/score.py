@@ -95,7 +95,7 @@ class VictimScore(Leakage):
     images: list[ImageScore]
 
 
-def score(  # noqa: PLR0917
+def score(
     truth: Truth,
     rec_x: Tensor | None,
     rec_y: Tensor | None,

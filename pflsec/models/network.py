@@ -27,7 +27,9 @@ class Network:
     Raises ModelError when the module has layers that cannot be replayed, or when it cannot be cut there.
     """
 
-    def __init__(self, factory: Callable[[], nn.Module], shape: tuple[int, ...], classes: int, split: str | None = None):
+    def __init__(
+        self, factory: Callable[[], nn.Module], shape: tuple[int, ...], classes: int, split: str | None = None
+    ):
         self._factory = factory
         with torch.random.fork_rng(devices=[]):
             module = factory()
@@ -37,7 +39,9 @@ class Network:
         self._body, self._head = _cut(module, self.split)
         parts = {"body": self._body, "head": self._head}
         self._slots = {
-            f"{part}.{name}": _slot(owner, name) for part, owner in parts.items() for name, _ in owner.named_parameters()
+            f"{part}.{name}": _slot(owner, name)
+            for part, owner in parts.items()
+            for name, _ in owner.named_parameters()
         }
         self.shapes: Mapping[str, tuple[int, ...]] = {
             f"{part}.{name}": tuple(p.shape) for part, owner in parts.items() for name, p in owner.named_parameters()
@@ -109,7 +113,9 @@ class Network:
                 f"the model does not run on inputs of shape {list(self.shape)} ({error}). Choose a model for this size."
             ) from error
         if whole.shape != (1, self.classes):
-            raise ModelError(f"the model returns {list(whole.shape[1:])}; it must return [{self.classes}] logits an input.")
+            raise ModelError(
+                f"the model returns {list(whole.shape[1:])}; it must return [{self.classes}] logits an input."
+            )
         try:
             cut = self._body(x)
             halves = self._head(cut)
@@ -153,7 +159,9 @@ def from_module(module: nn.Module, shape: tuple[int, ...], classes: int, split: 
             if callable(reset):
                 reset()
             elif next(layer.parameters(recurse=False), None) is not None:
-                raise ModelError(f"layer '{name}' has parameters but no reset_parameters(); add one that draws them anew.")
+                raise ModelError(
+                    f"layer '{name}' has parameters but no reset_parameters(); add one that draws them anew."
+                )
         return fresh
 
     return Network(factory, shape, classes, split)
@@ -186,7 +194,9 @@ def _cut(module: nn.Module, at: str) -> tuple[nn.Module, nn.Module]:
     """Return (body, head) of a module, the head beginning at the layer `at`. Both share the module's parameters."""
     names = [name for name, _ in module.named_modules()]
     if at not in names or not at:
-        raise ModelError(f"the model has no layer '{at}' to cut at. Layers with parameters: {', '.join(_layers(module))}.")
+        raise ModelError(
+            f"the model has no layer '{at}' to cut at. Layers with parameters: {', '.join(_layers(module))}."
+        )
     if isinstance(module, nn.Sequential) and at in dict(module.named_children()):
         children = list(module.named_children())
         here = [name for name, _ in children].index(at)

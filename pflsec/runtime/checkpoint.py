@@ -139,7 +139,9 @@ def alone(folder: RunFolder) -> Iterator[None]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise RunError(f"run '{folder.path.name}' is being trained by another process; wait for it to end.") from None
+            raise RunError(
+                f"run '{folder.path.name}' is being trained by another process; wait for it to end."
+            ) from None
         yield
     finally:
         os.close(handle)

@@ -117,7 +117,11 @@ def git_revision() -> str | None:
         return None
     try:
         found = subprocess.run(
-            ["git", "-C", str(home), "describe", "--always", "--dirty"], capture_output=True, text=True, check=True, timeout=5
+            ["git", "-C", str(home), "describe", "--always", "--dirty"],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=5,
         )
     except (OSError, subprocess.SubprocessError):
         return None

@@ -56,13 +56,13 @@ class Arena:
         """Return the places of the items, writing those that do not lie here already; None when they do not fit."""
         places: list[Place] = []
         for name, value in items.items():
-            value = value.detach().contiguous()
-            key = (value.data_ptr(), value.numel(), value.dtype)  # a downlink that all clients share is written once
+            flat = value.detach().contiguous()
+            key = (flat.data_ptr(), flat.numel(), flat.dtype)  # a downlink that all clients share is written once
             if key not in self._resident:
-                offset = self._append(value)
+                offset = self._append(flat)
                 if offset is None:
                     return None
-                self._resident[key] = (value, offset)
+                self._resident[key] = (flat, offset)
             places.append((name, self._resident[key][1], value.dtype, tuple(value.shape)))
         return places
 
@@ -89,7 +89,10 @@ class Arena:
 
 def take(block: SharedMemory, places: Iterable[Place]) -> Items:
     """Return copies of the tensors at these places."""
-    return {name: _view(block, offset, dtype, int(np.prod(shape))).clone().reshape(shape) for name, offset, dtype, shape in places}
+    return {
+        name: _view(block, offset, dtype, int(np.prod(shape))).clone().reshape(shape)
+        for name, offset, dtype, shape in places
+    }
 
 
 def _view(block: SharedMemory, offset: int, dtype: torch.dtype, count: int) -> Tensor:

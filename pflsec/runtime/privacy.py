@@ -104,7 +104,9 @@ class Ledger:
         server = setup.algorithm.init_server(fresh)
         ctx = LocalWork(setup.net, x, y, setup.config.lr, setup.config.local_epochs, len(y), 0, 0, 0, guard=guard)
         with torch.random.fork_rng(devices=[]):
-            setup.algorithm.local(for_method(ctx), setup.algorithm.init_client(fresh, server), setup.algorithm.downlink(server, 0))
+            setup.algorithm.local(
+                for_method(ctx), setup.algorithm.init_client(fresh, server), setup.algorithm.downlink(server, 0)
+            )
         return sum(steps for _, _, steps in guard.spent)
 
     def _sigmas(self) -> list[float]:

@@ -98,9 +98,7 @@ class Recorder:
             return
         for client in [c for c in self.clients if c in ups]:
             rows = self.setup.federation.shards[client].train
-            record = self._record(
-                before, client, 0, "update", downs[client], len(rows), self.setup.config.batch_size
-            )
+            record = self._record(before, client, 0, "update", downs[client], len(rows), self.setup.config.batch_size)
             x, y = self._batch(rows)
             undefended = None if self.setup.defenses else ups[client]
             replayed = record.steps <= MOST_STEPS

@@ -51,7 +51,9 @@ class Federated:
         self.t = 0
         algorithm, public = setup.algorithm, setup.server_fresh
         self.server: Items = algorithm.init_server(public)
-        self.states = {c: algorithm.init_client(setup.client_fresh(c), self.server) for c in range(setup.federation.clients)}
+        self.states = {
+            c: algorithm.init_client(setup.client_fresh(c), self.server) for c in range(setup.federation.clients)
+        }
         watched = setup.config.captured_clients() if setup.config.captured_rounds() else []
         self.memories = {c: algorithm.init_client(public, self.server) for c in watched}
         self.last_trained: dict[int, int] = {}

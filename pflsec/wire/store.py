@@ -57,7 +57,9 @@ class CaptureStore:
         header = read_json(self.folder / f"{safe_name(capture, 'capture')}.json", what)
         if not isinstance(header, dict) or header.get("schema") != SCHEMA:
             found = header.get("schema") if isinstance(header, dict) else None
-            raise RunError(f"{what} has schema version {found}; this version of pflsec reads {SCHEMA}. Train the run again.")
+            raise RunError(
+                f"{what} has schema version {found}; this version of pflsec reads {SCHEMA}. Train the run again."
+            )
         return header
 
     def read(self, capture: str) -> Record:
@@ -65,7 +67,9 @@ class CaptureStore:
         header = self.header(capture)
         what = f"capture '{capture}'"
         try:
-            down, up, memory = (self._read(header["messages"][name], f"{what}, {name}") for name in ("down", "up", "memory"))
+            down, up, memory = (
+                self._read(header["messages"][name], f"{what}, {name}") for name in ("down", "up", "memory")
+            )
             for direction, items in (("down", down), ("up", up)):
                 listed = {item["name"]: (item["shape"], item["dtype"]) for item in header["items"][direction]}
                 if {k: (list(v.shape), str(v.dtype)) for k, v in items.items()} != listed:
@@ -122,6 +126,8 @@ def _check(record: Record, capture: str, what: str) -> None:
     if record.id != capture:
         raise RunError(f"{what} is damaged: its header is that of '{record.id}'.")
     if min(record.round, record.client, record.victim, record.epochs) < 0 or min(record.batch, record.batch_size) < 1:
-        raise RunError(f"{what} is damaged: its header has a round, client, victim, batch or number of epochs out of range.")
+        raise RunError(
+            f"{what} is damaged: its header has a round, client, victim, batch or number of epochs out of range."
+        )
     if not 0 < record.lr < float("inf"):
         raise RunError(f"{what} is damaged: its header has the learning rate {record.lr}.")

@@ -100,7 +100,9 @@ def check_4_the_order_of_the_two_tasks_changes_nothing(kind: type[Algorithm]) ->
 def check_5_nothing_of_the_personal_model_is_sent(kind: type[Algorithm]) -> None:
     """Neither by memory nor by value; absent clients keep theirs bit for bit."""
     for turn in toys.play(kind, participation=0.5)[1:]:
-        owned = [v for states in (turn.states, turn.next_states) for c in turn.ups for v in personal(states[c]).values()]
+        owned = [
+            v for states in (turn.states, turn.next_states) for c in turn.ups for v in personal(states[c]).values()
+        ]
         sent = [v for message in (*turn.ups.values(), *turn.downs.values()) for v in message.values()]
         assert not {v.data_ptr() for v in owned} & {v.data_ptr() for v in sent}
         assert not any(torch.equal(a, b) for a in owned for b in sent)

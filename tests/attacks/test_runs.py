@@ -107,7 +107,17 @@ def test_without_the_vault_the_pictures_have_the_same_bits_and_nothing_is_scored
     assert toys.same(pictures(blind), before)
     for row in rows(blind):
         assert row["reason"] == "not scored: the run has no vault"
-        scored = ("mse", "psnr", "ssim", "lpips", "label_true", "label_correct", "identified", "psnr_blind", "attack_valid")
+        scored = (
+            "mse",
+            "psnr",
+            "ssim",
+            "lpips",
+            "label_true",
+            "label_correct",
+            "identified",
+            "psnr_blind",
+            "attack_valid",
+        )
         assert {name: row[name] for name in scored} == dict.fromkeys(scored, "")
         assert float(row["objective"]) < 1
         assert row["status"] in ("budget", "converged")
@@ -138,7 +148,9 @@ def test_the_attacking_side_never_opens_the_vault(run: api.Run, monkeypatch: pyt
 def test_no_truth_is_looked_up_for_an_adversary_that_has_the_wire_alone(run: api.Run):
     session = api.AttackSession(RunFolder(run.path), build(AttackConfig, SMALL, "attack"))
     assert all((t.labels, t.state) == (None, None) for t in session._targets("dlg"))
-    granted = api.AttackSession(RunFolder(run.path), build(AttackConfig, SMALL | {"knowledge": "wire+labels"}, "attack"))
+    granted = api.AttackSession(
+        RunFolder(run.path), build(AttackConfig, SMALL | {"knowledge": "wire+labels"}, "attack")
+    )
     for target in granted._targets("dlg"):
         assert target.labels is not None
         assert target.state is None
@@ -198,7 +210,9 @@ def test_rows_describe_their_captures(run: api.Run):
         assert (row["run"], row["algo"], row["family"], row["defense"]) == ("toy", "fedavg", "traditional", "none")
         assert (row["kind"], row["batch"], row["steps"], row["restarts"]) == ("probe", "1", "1", "1")
         assert (row["iterations"], row["status"], row["attack_valid"], row["reason"]) == ("25", "budget", "true", "")
-        assert float(row["excess_psnr"]) == pytest.approx(float(row["psnr_capped"]) - float(row["psnr_blind"]), abs=1e-3)
+        assert float(row["excess_psnr"]) == pytest.approx(
+            float(row["psnr_capped"]) - float(row["psnr_blind"]), abs=1e-3
+        )
         assert row["lpips"] == ""
         assert row["lpips_status"] == "off"
 

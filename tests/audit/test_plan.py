@@ -16,7 +16,10 @@ def test_every_method_meets_every_defense_and_seed_and_the_control_once_a_seed(m
     made = plan.make("fedrep", against=["fedavg"], defenses=["none", "dp-sgd:epsilon=8"], seeds=2, seed=5)
     cells = made.cells()
     assert [(c.label, c.defense, c.seed) for c in cells] == [
-        (label, defense, seed) for defense in ("none", "dp-sgd:epsilon=8") for seed in (5, 6) for label in ("fedrep", "fedavg")
+        (label, defense, seed)
+        for defense in ("none", "dp-sgd:epsilon=8")
+        for seed in (5, 6)
+        for label in ("fedrep", "fedavg")
     ] + [("local", "none", 5), ("local", "none", 6)]
     assert len({c.name for c in cells}) == len(cells)
     assert {c.label: c.role for c in cells} == {"fedrep": "method", "fedavg": "baseline", "local": "control"}

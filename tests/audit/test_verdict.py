@@ -124,14 +124,18 @@ def test_the_worst_attack_and_its_excess_by_hand(tmp_path: Path):
     one = run(tmp_path / "a", lambda c: 32.0 + 10 * c)  # 20, 30, 40 dB over the blind guess
     found = verdict.alone([one])
     assert (found["attack"], found["psnr_median"]) == ("dlg", 42.0)
-    assert found["words"].endswith("median PSNR 42.0 dB, +30.0 dB over a blind guess [20.0, 40.0], n = 12: its messages leak")
+    assert found["words"].endswith(
+        "median PSNR 42.0 dB, +30.0 dB over a blind guess [20.0, 40.0], n = 12: its messages leak"
+    )
     below = verdict.alone([run(tmp_path / "b", lambda c: 5.0 + c)])
     assert below["words"].endswith("below a blind guess; a stronger attack may find more")
 
 
 def test_what_sends_nothing_is_not_compared_in_leakage(tmp_path: Path):
     silent = {"wire": [wire("private", "body.*", 6, 183680)]}
-    control = run(tmp_path / "b", lambda c: None, "local", cells={"status": "not-applicable", "reason": "empty"}, **silent)
+    control = run(
+        tmp_path / "b", lambda c: None, "local", cells={"status": "not-applicable", "reason": "empty"}, **silent
+    )
     found = verdict.compare([run(tmp_path / "a", lambda c: 20.0)], [control])
     assert found["leakage"] == []
     assert found["words"][-1] == "local sends nothing, so there is no leakage to compare"
@@ -161,7 +165,12 @@ def test_the_whole_verdict_has_its_limits_in_words(tmp_path: Path):
     text = verdict.markdown("x", found)
     for part in ("Verdict", "Each method alone", "Threat model", "What was not tested", "Take care"):
         assert f"## {part}" in text
-    for word in ("leaks less than fedavg", "Adversaries that were not tried", "larger ones were not tried", "Fewer than 20"):
+    for word in (
+        "leaks less than fedavg",
+        "Adversaries that were not tried",
+        "larger ones were not tried",
+        "Fewer than 20",
+    ):
         assert word in text
     assert "Failed" not in text
 

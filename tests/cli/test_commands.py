@@ -11,12 +11,46 @@ import pytest
 from pflsec.config.train import TrainConfig
 from tests.cli.conftest import QUICK, TRAIN, Cli, tree
 
-COLUMNS = (
-    "run, algo, family, defense, epsilon, attack, adversary, knowledge, labels, hidden, kind, round, client, victim, "
-    "dataset_index, batch, steps, iterations, restarts, seconds, objective, mse, psnr, psnr_capped, ssim, ssim_variant, "
-    "lpips, lpips_status, clip_frac, label_true, label_found, label_correct, identified, psnr_blind, excess_psnr, "
-    "attack_valid, reason, status"
-).split(", ")
+COLUMNS = [
+    "run",
+    "algo",
+    "family",
+    "defense",
+    "epsilon",
+    "attack",
+    "adversary",
+    "knowledge",
+    "labels",
+    "hidden",
+    "kind",
+    "round",
+    "client",
+    "victim",
+    "dataset_index",
+    "batch",
+    "steps",
+    "iterations",
+    "restarts",
+    "seconds",
+    "objective",
+    "mse",
+    "psnr",
+    "psnr_capped",
+    "ssim",
+    "ssim_variant",
+    "lpips",
+    "lpips_status",
+    "clip_frac",
+    "label_true",
+    "label_found",
+    "label_correct",
+    "identified",
+    "psnr_blind",
+    "excess_psnr",
+    "attack_valid",
+    "reason",
+    "status",
+]
 
 
 def strict(text: str) -> Any:
@@ -101,7 +135,13 @@ def test_a_name_that_is_taken_gets_a_number(cli: Cli, tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("typed", "meant"),
-    [("FedAvg", "fedavg"), ("fed-avg", "fedavg"), ("FEDPROTO", "fedproto"), ("Fed_Rep", "fedrep"), ("SCAFFOLD", "scaffold")],
+    [
+        ("FedAvg", "fedavg"),
+        ("fed-avg", "fedavg"),
+        ("FEDPROTO", "fedproto"),
+        ("Fed_Rep", "fedrep"),
+        ("SCAFFOLD", "scaffold"),
+    ],
 )
 def test_methods_are_found_however_they_are_typed(cli: Cli, tmp_path: Path, typed: str, meant: str):
     found = strict(cli.succeed(*TRAIN, "--algo", typed, "--dry-run", "--json").out)
@@ -148,7 +188,12 @@ def test_an_attack_writes_a_row_for_every_victim_under_the_agreed_columns(cli: C
     assert header == COLUMNS
     assert [list(row) for row in found["scores"]] == [COLUMNS] * 2
     assert len(rows) == 2
-    assert {p.name for p in folder.iterdir()} == {"attack.json", "scores.csv", "images.csv", "reconstructions.safetensors"}
+    assert {p.name for p in folder.iterdir()} == {
+        "attack.json",
+        "scores.csv",
+        "images.csv",
+        "reconstructions.safetensors",
+    }
     assert stat.S_IMODE(folder.stat().st_mode) & 0o077 == 0
     assert "ig" not in result.out.split('"scores"')[0]
     assert "2 victims each" in result.err

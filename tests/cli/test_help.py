@@ -12,7 +12,7 @@ from pflsec.cli.app import app
 from tests.cli.conftest import Cli
 
 COMMANDS = sorted(get_command(app).commands)  # type: ignore[attr-defined]
-SLOW = ("torch", "torchvision", "opacus", "pandas", "scipy", "sklearn", "matplotlib", "plotly", "lpips", "pydantic")
+SLOW = ("torch", "torchvision", "opacus", "pandas", "scipy", "sklearn", "matplotlib", "plotly", "lpips")
 
 SCRIPT = """
 import json, sys

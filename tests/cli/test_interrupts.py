@@ -108,7 +108,7 @@ def interrupted(words: list[str], folder: Path, after: str, file: str = ".") -> 
 
 
 def test_the_real_program_ends_training_in_order(tmp_path: Path):
-    words = [*TRAIN, "--rounds", "100000", "--name", "cut"]
+    words = [*TRAIN, "--rounds", "100000", "--executor", "serial", "--name", "cut"]
     ended = interrupted(words, tmp_path, after="fedavg on digits", file="runs/cut/metrics.jsonl")
     assert ended.returncode == 130, ended.stderr
     assert ended.stderr.splitlines()[-1] == "interrupted: what was finished is kept"

@@ -228,7 +228,9 @@ def test_a_file_where_the_runs_should_be_is_said_in_one_line(cli: Cli, tmp_path:
     assert tree(tmp_path) == {"runs": b"mine"}
 
 
-def test_a_file_where_attacks_should_be_is_noticed_before_the_work(cli: Cli, runs: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_file_where_attacks_should_be_is_noticed_before_the_work(
+    cli: Cli, runs: Path, monkeypatch: pytest.MonkeyPatch
+):
     runs.joinpath("fedavg/attacks").rmdir()
     runs.joinpath("fedavg/attacks").write_text("mine")
     monkeypatch.setattr("pflsec.runtime.attacking.attempt", None)

@@ -42,7 +42,15 @@ def start() -> Items:
 
 
 def federated(algo: str, defense: str, **options: object) -> Federated:
-    given = {"algo": algo, "model": "mlp", "clients": 4, "rounds": 2, "alpha": 1.0, "capture_rounds": "none", "dp_seed": 5}
+    given = {
+        "algo": algo,
+        "model": "mlp",
+        "clients": 4,
+        "rounds": 2,
+        "alpha": 1.0,
+        "capture_rounds": "none",
+        "dp_seed": 5,
+    }
     return Federated(prepare(resolve(given | {"defense": [defense], "batch_size": 50} | options)))
 
 
@@ -251,7 +259,9 @@ def test_bad_knobs_are_refused(knobs: str, says: str):
 
 
 def test_a_loose_delta_and_a_small_client_are_warned_about():
-    setup: Setup = prepare(resolve({"model": "mlp", "defense": ["dp-sgd:noise_multiplier=1.0,delta=0.2"], "batch_size": 20}))
+    setup: Setup = prepare(
+        resolve({"model": "mlp", "defense": ["dp-sgd:noise_multiplier=1.0,delta=0.2"], "batch_size": 20})
+    )
     dp = mechanism(setup)
     assert dp is not None
     with pytest.warns(match=r"at least 1/n|no more samples than a batch") as caught:

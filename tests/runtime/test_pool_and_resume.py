@@ -98,7 +98,18 @@ def test_workers_give_the_bits_of_the_serial_executor(tmp_path: Path):
 
 def test_a_killed_run_resumes_exactly(tmp_path: Path):
     """kill -9 at some moment of training: nothing may be half-written."""
-    command = [sys.executable, "-m", "pflsec.cli.app", "train", "--algo", "scaffold", "--model", "mlp", "--clients", "5"]
+    command = [
+        sys.executable,
+        "-m",
+        "pflsec.cli.app",
+        "train",
+        "--algo",
+        "scaffold",
+        "--model",
+        "mlp",
+        "--clients",
+        "5",
+    ]
     command += ["--alpha", "1", "--runs-dir", str(tmp_path), "--capture-rounds", "0,20", "--victims", "1"]
     subprocess.run([*command, "--rounds", "21", "--name", "whole"], check=True, capture_output=True)
     victim = subprocess.Popen([*command, "--rounds", "21", "--name", "killed"], stderr=subprocess.DEVNULL)

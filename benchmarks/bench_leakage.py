@@ -7,6 +7,7 @@ of oracle, guess at least 10 dB below joint. An uplink of another victim, or noi
 import dataclasses
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ from pflsec.wire.capture import Record
 from pflsec.wire.store import CaptureStore
 
 
-def medians(run: pflsec.Run, attack: str, **options: object) -> list[object]:
+def medians(run: pflsec.Run, attack: str, **options: Any) -> list[object]:
     """Return [victims, median PSNR, lowest, highest, median above blind] of an attack."""
     scores = pflsec.attack(run, attack, executor="auto", lpips="none", **options)
     t = scores.table  # type: ignore[union-attr]

@@ -1,7 +1,7 @@
 """A run's folder: what lies where, written atomically and readable by nobody else."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +91,7 @@ class RunFolder:
         """Append one round to metrics.jsonl."""
         append_line(self.path / "metrics.jsonl", to_json(row, indent=None))
 
-    def add_clients(self, rows: list[Mapping[str, Any]]) -> None:
+    def add_clients(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Append one round's clients to clients.csv."""
         from pflsec.core.files import to_csv
 

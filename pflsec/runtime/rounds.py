@@ -76,7 +76,7 @@ class Federated:
     def _facts(self) -> dict[str, Any]:
         return {"privacy": self.ledger.facts()} if self.ledger else {}
 
-    def advance(self) -> tuple[dict[str, Any], list[Mapping[str, Any]]]:
+    def advance(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """Play one round; return its metrics and its rows for clients.csv."""
         setup, t, began, wire = self.setup, self.t, time.perf_counter(), Ledger()
         played = self._exchange(wire)
@@ -154,7 +154,7 @@ class Federated:
         outcomes: Mapping[int, Outcome],
         trained: Mapping[int, Items],
         metrics: dict[str, Any],
-    ) -> list[Mapping[str, Any]]:
+    ) -> list[dict[str, Any]]:
         """Add accuracies to the metrics where they are due; return a row for every client."""
         setup, federation = self.setup, self.setup.federation
         due = (t + 1) % setup.config.eval_every == 0 or t + 1 == setup.config.rounds

@@ -105,16 +105,18 @@ def check_3_where_the_models_agree_the_weight_stays(kind: type[Algorithm]) -> No
 
 
 def check_4_a_clients_first_exchange_is_fedavgs(kind: type[Algorithm]) -> None:
-    """Whenever it comes: a newcomer has no model of its own to mix in."""
+    """Whenever it comes: a newcomer has no model of its own to mix in. (Nor has a client that receives its own model.)"""
     made = toys.setup(kind, settings={"mix_lr": 5.0}, participation=0.25, rounds=8, seed=1)
-    seen: set[int] = set()
+    seen: list[int] = []
     for turn in toys.rounds(made):
         (client,) = turn.ups
         plain = toys.context(made, turn.t, client)
         expected = plain.fit(turn.downs[client], on=plain.ce)
-        assert toys.same(parameters(turn.ups[client]), expected) == (client not in seen)
-        seen.add(client)
-    assert 2 < len(seen) < 8
+        plain_one = client not in seen or seen[-1] == client
+        assert toys.same(parameters(turn.ups[client]), expected) == plain_one
+        seen.append(client)
+    assert [i for i, client in enumerate(seen) if i > 1 and client not in seen[:i]]
+    assert [i for i, client in enumerate(seen) if client in seen[:i] and client != seen[i - 1]]
 
 
 def check_5_absent_clients_keep_model_and_weights(kind: type[Algorithm]) -> None:

@@ -85,7 +85,7 @@ def test_an_earlier_run_is_never_overwritten():
         ({"settings": "mu=1"}, ConfigError, "settings is 'mu=1'; it must be a table"),
         ({"name": "../x"}, ConfigError, "run name '../x'"),
         ({"lr": float("nan")}, ConfigError, "lr is nan"),
-        ({"clients": 5}, DataError, "5 clients"),
+        ({"clients": 5}, DataError, "have 4 natural clients"),
         ({"victim_batch": 100}, ConfigError, "does not fit"),
     ],
 )
@@ -213,7 +213,8 @@ def test_a_run_that_is_not_there_is_an_error_for_the_user(where: str):
 
 
 def test_a_report_is_written_where_it_is_asked_for(tmp_path: Path):
-    first, second = train(name="a"), train(name="b", algo="fedrep")
+    first = train(name="a")
+    train(name="b", algo="fedrep")
     attack(first)
     assert pflsec.report(first) == Path("runs/a/report/index.html")
     assert pflsec.report([first, "b"]) == Path("runs/report/index.html")

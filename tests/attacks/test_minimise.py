@@ -1,6 +1,7 @@
 """Minimisers: the best iterate is kept, and endings are called what they are."""
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -180,7 +181,7 @@ def test_the_learning_rate_is_cut_by_ten_at_each_stage():
         return value, value.detach()
 
     descend(loss, start(0.0), [adam(8, signed=True, decay_at=(3 / 8, 5 / 8, 7 / 8))], WIDE)
-    moves = [b - a for a, b in zip(steps, steps[1:], strict=False)]
+    moves = [b - a for a, b in pairwise(steps)]
     assert moves == pytest.approx([0.1] * 3 + [0.01] * 2 + [0.001] * 2, rel=1e-4)
 
 

@@ -205,7 +205,8 @@ def test_scores_have_the_columns_of_the_contract_in_order(run: api.Run):
 
 def test_rows_describe_their_captures(run: api.Run):
     found = rows(attacked(run))
-    assert [(r["round"], r["client"], r["victim"]) for r in found] == [("1", "1", "0"), ("1", "1", "1"), ("1", "3", "0"), ("1", "3", "1")]  # fmt: skip
+    places = [f"r00{r['round']}-c0{r['client']}-v{r['victim']}-{r['kind']}" for r in found]
+    assert places == CAPTURES
     for row in found:
         assert (row["run"], row["algo"], row["family"], row["defense"]) == ("toy", "fedavg", "traditional", "none")
         assert (row["kind"], row["batch"], row["steps"], row["restarts"]) == ("probe", "1", "1", "1")

@@ -53,7 +53,7 @@ BEFORE_THE_ATTACK: dict[str, tuple[Damage, str]] = {
     "capture with a word as round": (lambda run: edit(run / CAPTURE, round="one"), "header lacks or garbles"),
     "capture of a negative round": (lambda run: edit(run / CAPTURE, round=-1), "out of range"),
     "capture with a negative rate": (lambda run: edit(run / CAPTURE, lr=-1.0), "has the learning rate -1.0"),
-    "capture of a larger batch": (lambda run: edit(run / CAPTURE, batch=2), "other inputs, batches or steps"),
+    "capture of a larger batch": (lambda run: edit(run / CAPTURE, batch=2), "capture 'r000-c00-v0-probe'"),
     "capture of a huge batch": (lambda run: edit(run / CAPTURE, batch=10**9), "capture 'r000-c00-v0-probe'"),
     "capture of other images": (
         lambda run: edit(run / CAPTURE, input={"shape": [1, 4, 4], "classes": 10, "mean": [0.1], "std": [1.0]}),

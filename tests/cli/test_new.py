@@ -10,6 +10,7 @@ import pytest
 from pflsec import testing
 from pflsec.audit import folder
 from pflsec.core import registry
+from pflsec.core.errors import WireError
 from tests.cli.conftest import Cli
 from tests.cli.test_audit import QUICK, SMALL
 
@@ -61,36 +62,28 @@ def test_a_name_that_would_hide_a_module_is_refused(cli: Cli, name: str):
 
 # --- the checks that the written test calls: each sees the fault that it is there for
 
+FIT, HEAD = "        model = ctx.fit(", 'state=select(model, "head")'
+NOISE = "        down = {k: v + 1e-3 * torch.rand(v.shape, dtype=v.dtype) for k, v in down.items()}\n"
 FAULTS = {
-    "check_pure": "        down['body.fc1.bias'].add_(1)\n",
-    "check_contract": "        state = dict(state)\n",
-    "check_state": "        state = state | {'more': next(iter(down.values()))}\n",
-    "check_interpreters": "        down = {k: v + 1e-3 * torch.rand(v.shape, dtype=v.dtype) for k, v in down.items()}\n",
-    "check_replay": "        down = {k: v + 1e-3 * torch.rand(v.shape, dtype=v.dtype) for k, v in down.items()}\n",
+    "check_pure": (FIT, "        down['body.fc1.bias'].add_(1)\n" + FIT, "changes its downlink in place"),
+    "check_contract": ("| sample_count(ctx)", '| {"secret": torch.ones(2)}', "sent the item 'secret'"),
+    "check_state": (HEAD, HEAD + ' | {"more": torch.ones(2)}', "other names or shapes"),
+    "check_interpreters": (FIT, NOISE + FIT, "the two interpreters differ in the upload"),
+    "check_replay": (FIT, NOISE + FIT, "misses the upload"),
 }
+"""For each check what is replaced in the method, by what, and what the check says of it."""
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_each_check_sees_its_fault(cli: Cli, tmp_path: Path, name: str):
+    old, new, said = FAULTS[name]
     cli.succeed("new", "algorithm", "mine")
     path = tmp_path / "mine.py"
     text = path.read_text().replace("\nfrom collections", "\nimport torch\nfrom collections", 1)
-    if name == "check_contract":
-        text = text.replace("| sample_count(ctx)", '| {"secret": torch.ones(2)}')
-    if name == "check_state":
-        text = text.replace(
-            'Done(state=select(model, "head")', 'Done(state=select(model, "head") | select(state, "more")'
-        )
-    else:
-        text = text.replace("        model = ctx.fit(", FAULTS[name] + "        model = ctx.fit(")
-    if name == "check_state":
-        text = text.replace(
-            'Done(state=select(model, "head") | select(state, "more")', 'Done(state={"x": torch.ones(1)}'
-        )
-    path.write_text(text)
-    check = next(c for c in testing.CHECKS if c.__name__ == name)
-    with pytest.raises(Exception, match="changes its|secret|other names|differ|misses|another"):
-        check(testing.exchange(f"{path}:Mine", rounds=0))
+    assert old in text
+    path.write_text(text.replace(old, new))
+    with pytest.raises((AssertionError, WireError), match=said):
+        getattr(testing, name)(testing.exchange(f"{path}:Mine", rounds=0))
 
 
 def test_the_checks_pass_on_registered_methods():

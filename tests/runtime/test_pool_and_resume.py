@@ -181,7 +181,7 @@ def test_what_a_client_raises_in_a_worker_keeps_its_kind_and_text(pool_setup: Se
         bad = Job(2, 1, {"head.weight": torch.full((10, 256), torch.nan), "head.bias": torch.zeros(10)}, {})
         run = Federated(pool_setup)
         bad = Job(2, 1, bad.state, pool_setup.algorithm.downlink(run.server, 1))
-        with pytest.raises(TrainingError, match="round 2, client 1: .* not finite"):
+        with pytest.raises(TrainingError, match=r"round 2, client 1: .* not finite"):
             list(pool.run([bad]))
     finally:
         pool.close()

@@ -88,7 +88,8 @@ def compare(method: Group, baseline: Group) -> dict[str, Any]:
     silent = next((g[0].label for g in (baseline, method) if not g[0].sends), None)
     leaks = [] if silent else [difference(method, baseline, attack) | {"attack": attack} for attack in attacks]
     accuracy = accuracies(method, baseline)
-    head = f"{method[0].label} against {against}" + _under(method[0].defense)
+    who, under = method[0].label, _under(method[0].defense)
+    head = f"{who}{under} against {against}" if same else f"{who} against {against}{under}"
     said = [f"{head}: {accuracy['words']}"] + [leak_words(one, against) for one in leaks]
     if silent:
         said.append(f"{silent} sends nothing, so there is no leakage to compare")

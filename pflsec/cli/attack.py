@@ -125,9 +125,10 @@ def _print_summary(scores: Any) -> None:
         for (attack_name, status), group in table.groupby(["attack", "status"]):
             median = {c: group[c].median() for c in ("psnr_capped", "ssim", "excess_psnr")}
             rows.append([
-                attack_name, status, len(group), number(float(median["psnr_capped"])), number(float(median["ssim"])),
+                attack_name, status, f"{len(group)} of {len(table)}", number(float(median["psnr_capped"])),
+                number(float(group["psnr_capped"].max())), number(float(median["ssim"])),
                 number(float(median["excess_psnr"])), number(float(group["identified"].mean())),
                 "; ".join(sorted({str(r) for r in group["reason"].dropna() if str(r)}))[:80],
             ])  # fmt: skip
-    columns = ["attack", "status", "victims", "PSNR dB", "SSIM", "above blind dB", "identified", "reason"]
-    print_table("Medians over victims (identified: share)", columns, rows)
+    columns = ["attack", "status", "victims", "PSNR dB", "best", "SSIM", "above blind dB", "identified", "reason"]
+    print_table("Medians over victims (best: the highest PSNR; identified: share)", columns, rows)

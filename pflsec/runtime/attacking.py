@@ -10,6 +10,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +145,7 @@ def attempts(targets: Sequence[Target], executor: str, workers: int | None) -> I
         return
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "pflsec.runtime.attacking"])
-    with ProcessPoolExecutor(count, mp_context=context, initializer=_ignore_interrupts) as pool:
+    with ProcessPoolExecutor(count, mp_context=context, initializer=_follow_parent) as pool:
         try:
             with _interrupts_held():
                 futures = [pool.submit(attempt, target) for target in targets]
@@ -178,8 +179,17 @@ def _interrupts_held() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
-def _ignore_interrupts() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+def _follow_parent() -> None:
+    """Leave Ctrl-C to the parent, and end when it does: a killed parent must not leave work running."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _stop(pool: ProcessPoolExecutor) -> None:

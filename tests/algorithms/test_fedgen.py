@@ -21,6 +21,13 @@ from tests.contracts.cases import Case, exchange
 from tests.contracts.test_every_method import _with, probe
 
 SMALL: dict[str, Any] = {"hidden": 6, "noise_dim": 4, "generated": 8, "generator_lr": 0.01}
+
+
+def small(**changes: Any) -> dict[str, Any]:
+    """Return the settings of a small generator, with changes."""
+    return SMALL | changes
+
+
 PARTIAL: dict[str, Any] = {"participation": 0.75, "drop_rate": 1 / 3}
 PRIOR = torch.tensor([0.5, 0.0, 0.5], dtype=torch.float64)
 
@@ -65,7 +72,7 @@ def generated_loss(work: LocalWork, down: Items, alpha: float) -> toys.Loss:
 
 
 def check_1_without_the_generated_loss_it_is_fedavg(kind: type[Algorithm]) -> None:
-    ours = toys.play(kind, 4, settings=SMALL | {"alpha": 0.0}, **PARTIAL)
+    ours = toys.play(kind, 4, settings=small(alpha=0.0), **PARTIAL)
     for turn, other in zip(ours, toys.play(FedAvg, 4, **PARTIAL), strict=True):
         assert all(toys.same(parameters(up), parameters(other.ups[client])) for client, up in turn.ups.items())
         assert toys.same(parameters(turn.next_server), other.next_server)
@@ -78,7 +85,7 @@ def check_2_the_first_round_is_fedavgs(kind: type[Algorithm]) -> None:
     assert not turn.downs[0]["label_prior"].any()
     late = toys.play(kind, 3, settings=SMALL, drop_rate=1.0)[-1]
     assert not late.server["label_prior"].any()
-    idle = toys.play(kind, 3, settings=SMALL | {"generator_steps": 0})[-1]
+    idle = toys.play(kind, 3, settings=small(generator_steps=0))[-1]
     for client in range(4):
         plain = toys.context(toys.setup(kind), 2, client)
         assert toys.same(parameters(idle.ups[client]), plain.fit(parameters(idle.downs[client]), on=plain.ce))
@@ -98,7 +105,7 @@ def check_2_later_one_step_moves_the_head_alone_otherwise(kind: type[Algorithm])
 def check_2_one_step_follows_the_objective(kind: type[Algorithm]) -> None:
     """CE + alpha CE on features that the generator makes of labels drawn from the prior, in use: row by row."""
     for alpha in (1.0, 3.0):
-        algorithm = toys.method(kind, **(SMALL | {"alpha": alpha}))
+        algorithm = toys.method(kind, **small(alpha=alpha))
         down, (x, y) = downlink(algorithm), toys.batch()
         work = toys.work(x, y, algorithm.net)
         up = parameters(algorithm.local(work, {}, down).up)
@@ -144,7 +151,7 @@ def check_5_the_generator_learns_to_satisfy_the_uploaded_heads(kind: type[Algori
     eps = torch.rand(60, SMALL["noise_dim"], generator=torch.Generator().manual_seed(0))
     losses = []
     for steps in (0, 20, 80, 300):
-        algorithm = toys.method(kind, **(SMALL | {"generator_steps": steps}))
+        algorithm = toys.method(kind, **small(generator_steps=steps))
         generator = without_prefix("generator", algorithm.aggregate(turn.server, turn.ups))
         z = hand_features(generator, eps, y)
         losses.append(F.cross_entropy(torch.stack([hand_head(up, z) for up in turn.ups.values()]).mean(0), y).item())
@@ -154,7 +161,7 @@ def check_5_the_generator_learns_to_satisfy_the_uploaded_heads(kind: type[Algori
 
 def check_5_a_step_is_adams_on_the_ensembles_loss(kind: type[Algorithm]) -> None:
     """Held against torch's own Adam, linear layers and BatchNorm1d, over several steps and two rounds."""
-    settings = SMALL | {"generator_steps": 7, "generator_decay": 0.1}
+    settings = small(generator_steps=7, generator_decay=0.1)
     turns = toys.play(kind, 3, settings=settings)
     g = without_prefix("generator", turns[0].server)
     net = nn.Sequential(nn.Linear(7, 6, bias=False), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 5))
@@ -182,7 +189,7 @@ def check_5_a_step_is_adams_on_the_ensembles_loss(kind: type[Algorithm]) -> None
 
 
 def check_6_with_the_head_alone_no_body_is_sent(kind: type[Algorithm]) -> None:
-    made = toys.setup(kind, settings=SMALL | {"head_only": True})
+    made = toys.setup(kind, settings=small(head_only=True))
     for turn in toys.rounds(made):
         for message in (turn.server, turn.next_server, *turn.downs.values(), *turn.ups.values()):
             assert not select(message, "body")
@@ -234,7 +241,7 @@ def test_fedgen_6_with_the_head_alone_no_body_is_sent():
 
 def test_labels_for_generated_features_follow_the_prior():
     """Label 1 has probability 0: the head's row of that class is only pushed down by the softmax, never up by a label."""
-    algorithm = toys.method(FedGen, **(SMALL | {"alpha": 1e3, "generated": 64}))
+    algorithm = toys.method(FedGen, **small(alpha=1e3, generated=64))
     down, (x, y) = downlink(algorithm), toys.batch()
     up = algorithm.local(toys.work(x, y, algorithm.net, lr=1e-3), {}, down).up
     pushed = up["head.bias"] - down["head.bias"]
@@ -244,7 +251,7 @@ def test_labels_for_generated_features_follow_the_prior():
 
 def test_losses_are_weighted_by_who_saw_the_label():
     """Two heads, label 0 seen 3 times by the first and once by the second: 3/4 and 1/4 of their losses."""
-    algorithm: Any = toys.method(FedGen, **(SMALL | {"ensemble": "losses"}))
+    algorithm: Any = toys.method(FedGen, **small(ensemble="losses"))
     heads = [select(toys.tiny().fresh(i), "head") for i in range(2)]
     z, y = torch.randn(4, 5, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 2, 2, 1])
     counts = torch.tensor([[3.0, 0.0, 2.0], [1.0, 5.0, 2.0]])
@@ -264,7 +271,7 @@ def test_the_generated_loss_fades_with_the_rounds():
     """alpha * decay^t, with a floor that alpha = 0 does not know."""
     (x, y), heads = toys.batch(), []
     for decay, t in ((1.0, 3), (0.5, 3), (0.5, 0), (0.0, 9)):
-        algorithm = toys.method(FedGen, **(SMALL | {"alpha": 2.0, "decay": decay}))
+        algorithm = toys.method(FedGen, **small(alpha=2.0, decay=decay))
         down = downlink(algorithm)
         work = toys.work(x, y, algorithm.net, round=t)
         up = parameters(algorithm.local(work, {}, down).up)
@@ -290,7 +297,7 @@ def taught_loss(work: LocalWork, down: Items, beta: float, teacher: Items) -> to
 
 def test_the_distance_to_taught_predictions_leaves_the_teacher_alone():
     """Predictions on generated features are targets: the step's gradient does not pass through them."""
-    algorithm = toys.method(FedGen, **(SMALL | {"alpha": 0.0, "beta": 2.0}))
+    algorithm = toys.method(FedGen, **small(alpha=0.0, beta=2.0))
     down, (x, y) = downlink(algorithm), toys.batch()
     for driver in (None, Unrolled()):
         work = toys.work(x, y, algorithm.net, **({"driver": driver} if driver else {}))
@@ -302,7 +309,7 @@ def test_the_distance_to_taught_predictions_leaves_the_teacher_alone():
 
 def test_an_upload_is_differentiable_through_taught_predictions():
     """In the second step the teacher is a function of the data. Its derivative is measured by differences."""
-    algorithm = toys.method(FedGen, **(SMALL | {"alpha": 1.0, "beta": 5.0}))
+    algorithm = toys.method(FedGen, **small(alpha=1.0, beta=5.0))
     down, (x, y) = downlink(algorithm), toys.batch()
 
     def sent(data: Tensor) -> Tensor:

@@ -6,28 +6,39 @@ machinery around it.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 
 from pflsec.algorithms.knowledge_distillation.fedproto import FedProto
+from pflsec.algorithms.meta_learning.perfedavg import PerFedAvg, moved
 from pflsec.algorithms.model_splitting.fedrep import FedRep
+from pflsec.algorithms.other.local import Isolated
+from pflsec.algorithms.personalized_aggregation.fedala import FedALA
 from pflsec.algorithms.personalized_aggregation.fedamp import FedAMP
+from pflsec.algorithms.regularization.ditto import Ditto
+from pflsec.algorithms.traditional import fedgen as fedgen_module
 from pflsec.algorithms.traditional.fedavg import FedAvg
+from pflsec.algorithms.traditional.fedgen import FedGen
 from pflsec.algorithms.traditional.fedprox import FedProx
 from pflsec.algorithms.traditional.scaffold import Scaffold
 from pflsec.core.algorithm import Algorithm, Done, mean_of_uploads
 from pflsec.core.items import Items, combine, prefixed, select, without_prefix
-from pflsec.core.local import Local, Penalty
+from pflsec.core.local import Local, Penalty, half_squared_distance
 from pflsec.runtime.rounds import Federated
 from pflsec.training.local import LocalWork
+from tests.algorithms import test_ditto as ditto
+from tests.algorithms import test_fedala as fedala
 from tests.algorithms import test_fedamp as fedamp
 from tests.algorithms import test_fedavg as fedavg
+from tests.algorithms import test_fedgen as fedgen
 from tests.algorithms import test_fedproto as fedproto
 from tests.algorithms import test_fedprox as fedprox
 from tests.algorithms import test_fedrep as fedrep
+from tests.algorithms import test_local as local
+from tests.algorithms import test_perfedavg as perfedavg
 from tests.algorithms import test_scaffold as scaffold
 
 Check = Callable[[type[Algorithm[Any]]], None]
@@ -304,6 +315,247 @@ class NegativeExponentForgotten(FedAMP):
         return xi
 
 
+# --- Per-FedAvg
+
+
+class OneStepSizeForBoth(PerFedAvg):
+    """The flag of the outer step is read and ignored."""
+
+    def _beta(self, lr: float) -> float:
+        return self.cfg.alpha
+
+
+class NoOuterStepMeansTheLearningRate(PerFedAvg):
+    def _beta(self, lr: float) -> float:
+        return self.cfg.beta or lr
+
+
+class MovesOnFromTheInnerStep(PerFedAvg):
+    """The outer gradient is applied where it was taken."""
+
+    def local(self, ctx: Local, state: Items, down: Items) -> Done:
+        w = down
+        for inner, outer in ctx.row_sets(2):
+            w = moved(w, ctx.gradient(w, ctx.ce, inner, phase="inner"), self.cfg.alpha)
+            w = moved(w, ctx.gradient(w, ctx.ce, outer), self._beta(ctx.lr))
+        return Done(state, up=w)
+
+
+class CutsTheGraph(PerFedAvg):
+    """Second order is announced, but the inner step is no part of what is differentiated."""
+
+    def meta_gradient(self, ctx: Local, w: Items, inner: Tensor, outer: Tensor, third: Tensor | None = None) -> Items:
+        return super().meta_gradient(ctx, w, inner, outer)
+
+
+class CurvatureOfTheInnerBatch(PerFedAvg):
+    def meta_gradient(self, ctx: Local, w: Items, inner: Tensor, outer: Tensor, third: Tensor | None = None) -> Items:
+        return super().meta_gradient(ctx, w, inner, outer, inner)
+
+
+class ForwardDifferences(PerFedAvg):
+    """The error of one-sided differences falls with delta, not with its square."""
+
+    def _slope(self, ctx: Local, v: Items) -> Any:
+        if self.cfg.variant == "exact":
+            return super()._slope(ctx, v)
+        delta = self.cfg.delta
+        return lambda w, x, y: (ctx.ce(moved(w, v, -delta), x, y) - ctx.ce(w, x, y)) / delta
+
+
+class AdaptsManyTimes(PerFedAvg):
+    """Many steps in place of one, on what the tested model has become."""
+
+    def personalise(self, ctx: Local, items: Items) -> Items:
+        for (rows,) in ctx.row_sets(1, epochs=3, phase="adapt"):
+            items = moved(items, ctx.gradient(items, ctx.ce, rows, phase="adapt"), self.cfg.alpha)
+        return items
+
+
+class MetaModelsBySamples(PerFedAvg):
+    def aggregate(self, server: Items, ups: Mapping[int, Items]) -> Items:
+        counted = {c: up | {"num_samples": torch.tensor(perfedavg.toys.TRAIN[c])} for c, up in ups.items()}
+        return mean_of_uploads(counted, *self.shared, weighting="samples")
+
+
+# --- Ditto
+
+
+def _ditto(anchor_trained: bool = False, phase: str = "personal", share: float = 1.0) -> type[Ditto]:
+    class Planted(Ditto):
+        def local(self, ctx: Local, state: Items, down: Items) -> Done:
+            v = select(state, *self.private)
+            w = ctx.fit(down, on=ctx.ce) if phase == "personal" else None
+            pull = half_squared_distance(share * self.cfg.lam, w if anchor_trained and w else down)
+            v = ctx.fit(v, on=ctx.ce, penalty=pull, epochs=self.cfg.personal_epochs, phase=phase)
+            w = ctx.fit(down, on=ctx.ce) if w is None else w
+            return Done(v | {"trained": torch.tensor(True)}, w | {"num_samples": torch.tensor(ctx.num_samples)})
+
+    return Planted
+
+
+class SendsThePersonalModel(Ditto):
+    def local(self, ctx: Local, state: Items, down: Items) -> Done:
+        done = super().local(ctx, state, down)
+        return Done(done.state, done.up | select(done.state, *self.private))
+
+
+class UnsquaredDitto(Ditto):
+    def local(self, ctx: Local, state: Items, down: Items) -> Done:
+        v = select(state, *self.private)
+        v = ctx.fit(v, on=ctx.ce, penalty=_unsquared(self.cfg.lam, down), phase="personal")
+        return Done(v | {"trained": torch.tensor(True)}, super().local(ctx, state, down).up)
+
+
+# --- FedALA
+
+
+class MixesBySumAndDifference(FedALA):
+    """old + (new - old) W is not new where W is 1."""
+
+    def start(self, state: Items, down: Items) -> Items:
+        return fedala.hand_start(state, select(down, *self.shared)) if state["trained"] else super().start(state, down)
+
+
+class NewcomersMix(FedALA):
+    """A client that joins late mixes with the random model it was born with."""
+
+    def init_client(self, fresh: Items, server: Items) -> Items:
+        return super().init_client(fresh, server) | {"trained": torch.tensor(True)}
+
+
+class ForgetsItsWeights(FedALA):
+    def local(self, ctx: Local, state: Items, down: Items) -> Done:
+        done = super().local(ctx, state, down)
+        return Done(done.state | select(state, "mix"), done.up)
+
+
+class CountsTensors(FedALA):
+    """The last tensor is a bias: the layer is split."""
+
+    def top(self) -> list[str]:
+        return list(self.net.shapes)[-self.cfg.layers :]
+
+
+class NeverStops(FedALA):
+    def settled(self, losses: Any) -> bool:
+        return super().settled(losses) and len(losses) > 30
+
+
+class LosesTheClip(FedALA):
+    """W leaves [0, 1], so that the start leaves the segment between the two models."""
+
+    def mix(self, ctx: Local, state: Items, down: Items) -> Items:
+        if not self.mixes(state, down):
+            return state
+
+        def loss(w: Items, x: Tensor, y: Tensor) -> Tensor:
+            return ctx.ce(self.start(state | prefixed("mix", w), down), x, y)
+
+        w = ctx.fit(without_prefix("mix", state), on=loss, epochs=1, lr=self.cfg.mix_lr, phase="mix")
+        return state | prefixed("mix", w) | {"mixed": torch.tensor(True)}
+
+
+class UsesTheModelReceived(FedALA):
+    def personalise(self, ctx: Local, items: Items) -> Items:
+        return without_prefix("down", items) or items
+
+
+class TakesUpperLayersForGradients(FedALA):
+    def change(self, state: Items, down: Items, up: Items, lr: float, steps: int) -> Items:
+        return FedAvg.change(self, state, down, up, lr, steps)  # type: ignore[arg-type]
+
+
+# --- FedGen
+
+
+class EnsembleOfTheOldHead(FedGen):
+    """As many copies of the head that was sent as there were uploads."""
+
+    def train_generator(self, server: Items, heads: Any, counts: Tensor) -> Items:
+        return super().train_generator(server, [heads[0]] * len(heads), counts)
+
+
+class OwnLabelsOnly(FedGen):
+    """Labels for generated features come from the client's own rows."""
+
+    def local(self, ctx: Local, state: Items, down: Items) -> Done:
+        own = ctx.one_hot(ctx.targets()).sum(0)
+        prior = own / own.sum() if down["label_prior"].any() else down["label_prior"]
+        return super().local(ctx, state, down | {"label_prior": prior})
+
+
+class TrustsAGeneratorThatKnowsNothing(FedGen):
+    def init_server(self, fresh: Items) -> Items:
+        classes = self.net.classes
+        return super().init_server(fresh) | {"label_prior": torch.full((classes,), 1 / classes)}
+
+
+class CountsEverybodyOnce(FedGen):
+    """The prior is that of all clients, whoever takes part."""
+
+    def aggregate(self, server: Items, ups: Mapping[int, Items]) -> Items:
+        everybody = torch.tensor([9.0, 9.0, 6.0])
+        return super().aggregate(server, ups) | {"label_prior": everybody / everybody.sum()}
+
+
+class CountsBatches(FedGen):
+    """A sample is counted once, however many epochs see it."""
+
+    def local(self, ctx: Local, state: Items, down: Items) -> Done:
+        done = super().local(ctx, state, down)
+        return Done(done.state, done.up | {"label_counts": done.up["label_counts"] / ctx.epochs})
+
+
+def generator_in_training_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On clients the generator normalises by the batch it makes, as while it is trained."""
+
+    def generate(g: Items, eps: Tensor, label: Tensor) -> Tensor:
+        h = fedgen_module.before_norm(g, eps, label)
+        return fedgen_module.after_norm(g, h, h.mean(0), h.var(0, correction=0))
+
+    monkeypatch.setattr(fedgen_module, "generate", generate)
+
+
+class ForgetsAdamsMemory(FedGen):
+    def aggregate(self, server: Items, ups: Mapping[int, Items]) -> Items:
+        fresh = select(self.init_server(self.net.fresh(0)), "adam")
+        return super().aggregate(server | fresh, ups)
+
+
+class SendsTheBodyToo(FedGen):
+    def local(self, ctx: Local, state: Items, down: Items) -> Done:
+        done = super().local(ctx, state, down)
+        return Done(done.state, done.up | select(done.state, "body"))
+
+
+# --- isolated training
+
+
+class StartsAnew(Isolated):
+    """Every round begins with the same draw."""
+
+    def local(self, ctx: Local, state: Items, down: Items) -> Done:
+        return Done(ctx.fit(self.net.fresh(0), on=ctx.ce), up={})
+
+
+class HandsModelsRound(Isolated):
+    """A server that is said to do nothing averages."""
+
+    down: ClassVar = {"body.*": "weights", "head.*": "weights"}
+    up: ClassVar = {"body.*": "weights", "head.*": "weights"}
+
+    def init_server(self, fresh: Items) -> Items:
+        return fresh
+
+    def local(self, ctx: Local, state: Items, down: Items) -> Done:
+        model = ctx.fit(down, on=ctx.ce)
+        return Done(model, up=model)
+
+    def aggregate(self, server: Items, ups: Mapping[int, Items]) -> Items:
+        return mean_of_uploads(ups, "body", "head", weighting="uniform")
+
+
 MUTANTS = [
     Mutant(
         "uniform instead of sample weights", FedAvg, fedavg.check_2_the_server_takes_the_mean_by_samples, UniformWeights
@@ -447,6 +699,112 @@ MUTANTS = [
         fedamp.check_2_the_mixture_follows_the_squared_distance,
         NegativeExponentForgotten,
     ),
+    Mutant("one step size for both", PerFedAvg, perfedavg.check_the_two_step_sizes_are_two, OneStepSizeForBoth),
+    Mutant(
+        "beta of 0 is the learning rate",
+        PerFedAvg,
+        perfedavg.check_without_outer_step_nothing_moves,
+        NoOuterStepMeansTheLearningRate,
+    ),
+    Mutant(
+        "moves on from the inner step",
+        PerFedAvg,
+        perfedavg.check_2_one_step_takes_the_gradient_ahead_and_applies_it_at_the_start,
+        MovesOnFromTheInnerStep,
+    ),
+    Mutant("cuts the graph", PerFedAvg, perfedavg.check_3_exact_is_the_gradient_of_the_composed_loss, CutsTheGraph),
+    Mutant(
+        "cuts the graph with one sample",
+        PerFedAvg,
+        perfedavg.check_3_one_sample_serves_as_all_three_batches,
+        CutsTheGraph,
+    ),
+    Mutant(
+        "curvature of the inner batch",
+        PerFedAvg,
+        perfedavg.check_3_the_curvature_is_the_third_batchs,
+        CurvatureOfTheInnerBatch,
+    ),
+    Mutant(
+        "forward differences",
+        PerFedAvg,
+        perfedavg.check_4_differences_go_to_the_exact_gradient_with_the_square_of_delta,
+        ForwardDifferences,
+    ),
+    Mutant(
+        "adapts many times",
+        PerFedAvg,
+        perfedavg.check_5_the_tested_model_is_one_step_from_the_shared_one,
+        AdaptsManyTimes,
+    ),
+    Mutant("sample weights", PerFedAvg, perfedavg.check_6_the_mean_is_plain, MetaModelsBySamples),
+    Mutant(
+        "sample weights without inner step",
+        PerFedAvg,
+        perfedavg.check_1_without_inner_step_it_is_fedavg_on_every_other_batch,
+        MetaModelsBySamples,
+    ),
+    Mutant("anchor is the trained model", Ditto, ditto.check_3_the_anchor_is_the_model_that_was_received, _ditto(True)),
+    Mutant("one batch order for both", Ditto, ditto.check_1_what_is_sent_is_fedavgs, _ditto(phase="main")),
+    Mutant("order matters", Ditto, ditto.check_4_the_order_of_the_two_tasks_changes_nothing, _ditto(phase="main")),
+    Mutant("no pull at all", Ditto, ditto.check_3_one_personal_step_follows_the_objective, _ditto(share=0.0)),
+    Mutant("norm not squared", Ditto, ditto.check_3_one_personal_step_follows_the_objective, UnsquaredDitto),
+    Mutant(
+        "alone, but on other batches",
+        Ditto,
+        ditto.check_2_without_the_pull_it_is_isolated_training,
+        _ditto(phase="main"),
+    ),
+    Mutant("personal model is sent", Ditto, ditto.check_5_nothing_of_the_personal_model_is_sent, SendsThePersonalModel),
+    Mutant("no lerp", FedALA, fedala.check_1_without_learning_it_is_fedavg, MixesBySumAndDifference),
+    Mutant("newcomers mix", FedALA, fedala.check_4_a_clients_first_exchange_is_fedavgs, NewcomersMix),
+    Mutant("weights not kept", FedALA, fedala.check_the_weights_are_kept, ForgetsItsWeights),
+    Mutant("tensors for layers", FedALA, fedala.check_layers_are_whole, CountsTensors),
+    Mutant("no end", FedALA, fedala.check_the_first_mixing_ends_when_the_loss_has_settled, NeverStops),
+    Mutant("no clipping", FedALA, fedala.check_2_the_start_lies_between_the_two_models, LosesTheClip),
+    Mutant(
+        "uses the model received",
+        FedALA,
+        fedala.check_the_tested_model_is_the_start_of_the_next_round,
+        UsesTheModelReceived,
+    ),
+    Mutant(
+        "mixture taken for a gradient",
+        FedALA,
+        fedala.check_6_lower_layers_show_the_gradient_at_the_start,
+        TakesUpperLayersForGradients,
+    ),
+    Mutant(
+        "ensemble of one head",
+        FedGen,
+        fedgen.check_5_a_step_is_adams_on_the_ensembles_loss,
+        EnsembleOfTheOldHead,
+    ),
+    Mutant("labels of one's own", FedGen, fedgen.check_2_one_step_follows_the_objective, OwnLabelsOnly),
+    Mutant(
+        "a generator that knows nothing",
+        FedGen,
+        fedgen.check_2_the_first_round_is_fedavgs,
+        TrustsAGeneratorThatKnowsNothing,
+    ),
+    Mutant(
+        "prior of everybody",
+        FedGen,
+        fedgen.check_4_label_counts_are_the_histogram_of_the_rows_used,
+        CountsEverybodyOnce,
+    ),
+    Mutant("epochs not counted", FedGen, fedgen.check_4_label_counts_are_the_histogram_of_the_rows_used, CountsBatches),
+    Mutant(
+        "generator in training mode",
+        FedGen,
+        fedgen.check_2_one_step_follows_the_objective,
+        patch=generator_in_training_mode,
+    ),
+    Mutant("Adam forgets", FedGen, fedgen.check_5_a_step_is_adams_on_the_ensembles_loss, ForgetsAdamsMemory),
+    Mutant("body is sent too", FedGen, fedgen.check_6_with_the_head_alone_no_body_is_sent, SendsTheBodyToo),
+    Mutant("starts anew", Isolated, local.check_each_client_trains_on_from_where_it_was, StartsAnew),
+    Mutant("not alone", Isolated, local.check_a_client_does_not_know_the_others, HandsModelsRound),
+    Mutant("not silent", Isolated, local.check_nothing_is_on_the_wire, HandsModelsRound),
 ]
 
 

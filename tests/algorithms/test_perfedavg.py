@@ -47,7 +47,8 @@ def watched(kind: type[LocalWork] = Watched, size: int = 10, **changes: Any) -> 
 
 def upload(kind: type[Algorithm], work: LocalWork, **settings: Any) -> tuple[Items, Items]:
     """Return downlink and uploaded parameters of one exchange."""
-    algorithm = toys.method(kind, **({"alpha": ALPHA} | settings))
+    chosen: dict[str, Any] = {"alpha": ALPHA} | settings
+    algorithm = toys.method(kind, **chosen)
     down = algorithm.net.fresh(0)
     return down, select(algorithm.local(work, {}, down).up, "body", "head")
 
@@ -116,7 +117,8 @@ def check_3_the_curvature_is_the_third_batchs(kind: type[Algorithm]) -> None:
     """G = v - alpha H(w; D'') v, the product by differentiating <grad f(w; D''), v>."""
     work = watched(size=9, batch_size=3)
     down, up = upload(kind, work, beta=0.2, variant="exact")
-    (_, _, _, _), (_, _, _, v), (_, _, third, _) = work.taken
+    ((_, _, third),) = watched(size=9, batch_size=3).row_sets(3)
+    v = work.taken[1][3]
 
     def slope(w: Mapping[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
         g = torch.autograd.grad(toys.hand_loss(w, x, y), list(w.values()), create_graph=True)

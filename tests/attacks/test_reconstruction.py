@@ -5,6 +5,7 @@ import torch
 
 from pflsec.attacks import objectives
 from pflsec.core.attack import Reconstruction
+from pflsec.core.items import detached
 from pflsec.models import catalogue
 from tests import toys
 from tests.attacks.victims import Victim, attack, victim
@@ -63,6 +64,19 @@ def test_the_objective_belongs_to_the_image_that_is_returned(name: str):
     v = victim()
     found = attack(name, v.capture(), iterations=3, restarts=2, **({"rescue": 0} if name == "idlg" else {}))
     assert found.objective == pytest.approx(evaluated(v, found, name), rel=1e-9)
+
+
+@pytest.mark.usefixtures("doubles")
+def test_the_truth_explains_what_was_sent_and_half_of_it_does_not():
+    """A client whose loss were half of what the attacker thinks would be noticed, though its direction is right."""
+    v = victim(steps=2)
+    down, up = v.record.down, v.record.up
+    halved = v.with_upload({k: (down[k] + u) / 2 if u.is_floating_point() else u for k, u in up.items()})
+    for shown, expected in ((v, 0), (halved, 1)):
+        cap = shown.capture()
+        again = detached(cap.replay(v.x, v.y, {}))
+        assert float(objectives.relative_squared(cap.target)(again)) == pytest.approx(expected, abs=1e-12)
+        assert float(objectives.cosine(cap.target)(again)) == pytest.approx(0, abs=1e-12)
 
 
 @every_attack

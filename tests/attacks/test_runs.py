@@ -18,8 +18,10 @@ from pflsec.core.tensors import read_items, write_items
 from pflsec.leakage import vault
 from pflsec.leakage.results import COLUMNS, REPLAY_TOLERANCE, validity
 from pflsec.reports import figures
-from pflsec.runtime import attacking
+from pflsec.runtime import attacking, replay
 from pflsec.runtime.folder import RunFolder
+from pflsec.runtime.setup import rebuild
+from pflsec.wire.store import CaptureStore
 from tests import toys
 
 SMALL: dict[str, Any] = {"iterations": 25, "lpips": "none"}
@@ -250,6 +252,20 @@ def test_the_same_attack_again_lies_in_the_same_place_and_another_one_beside_it(
     first, again, other = attacked(run), attacked(run), attacked(run, iterations=26)
     assert first.path == again.path != other.path
     assert toys.same(pictures(first), pictures(again))
+
+
+@pytest.mark.parametrize("key", ["scaffold", "fedamp"])
+def test_the_log_of_a_real_run_gives_the_state_that_lies_in_the_vault(key: str, tmp_path: Path):
+    made = api.train(
+        algo=key, dataset=toys.dataset(), partition="natural", test="given", model="mlp", rounds=3, capture_rounds="2",
+        capture_clients="3", victims=1, runs_dir=tmp_path,
+    )  # fmt: skip
+    record = CaptureStore(made.path / "captures").read("r002-c03-v0-probe")
+    config, spec = attacking.training_config(RunFolder(made.path))
+    net, algorithm = rebuild(config, spec)
+    known = replay.capture(algorithm, net, record, history=True, seed=0).known
+    assert known is not None
+    assert toys.same(known, vault.Vault(made.path / "vault").truth(record.id).state)
 
 
 # --- is the capture what the client's code makes of the truth?

@@ -89,7 +89,7 @@ def test_a_defended_method_is_compared_with_itself(tmp_path: Path):
     made = audit(tmp_path, "fedavg", against=[], defenses=["none", DP])
     assert set(states(made).values()) == {"done"}
     found = made.record["verdict"]
-    assert found["defended"][0]["words"][0].startswith(f"fedavg against fedavg undefended under {DP}: mean personal")
+    assert found["defended"][0]["words"][0].startswith(f"fedavg under {DP} against fedavg undefended: mean personal")
     assert "guarantee formal" in found["privacy"][0]["words"]
 
 

@@ -132,9 +132,9 @@ def test_the_worst_attack_and_its_excess_by_hand(tmp_path: Path):
 
 
 def test_what_sends_nothing_is_not_compared_in_leakage(tmp_path: Path):
-    silent = {"wire": [wire("private", "body.*", 6, 183680)]}
+    silent = [wire("private", "body.*", 6, 183680)]
     control = run(
-        tmp_path / "b", lambda c: None, "local", cells={"status": "not-applicable", "reason": "empty"}, **silent
+        tmp_path / "b", lambda c: None, "local", cells={"status": "not-applicable", "reason": "empty"}, wire=silent
     )
     found = verdict.compare([run(tmp_path / "a", lambda c: 20.0)], [control])
     assert found["leakage"] == []

@@ -203,7 +203,7 @@ def test_an_attack_without_json_prints_a_table(cli: Cli, runs: Path):
     result = cli.succeed("attack", "ig,idlg", "fedavg", *QUICK)
     assert "inverting-gradients" in result.out
     assert "idlg" in result.out
-    assert "PSNR" in result.out
+    assert all(column in result.out for column in ("PSNR dB", "best", "identified", "2 of 2"))
     assert "pflsec report fedavg" in result.err
 
 

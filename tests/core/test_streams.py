@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import torch
 
-from pflsec.core.streams import numpy_stream, seed_of, stream
+from pflsec.core.streams import numpy_stream, seed_from, seed_of, stream
 
 
 def test_a_stream_is_a_function_of_its_key():
@@ -55,3 +55,12 @@ def test_making_a_stream_moves_no_other():
     state = torch.get_rng_state()
     torch.rand(3, generator=stream("a"))
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_seed_of_items_depends_on_names_and_values_alone():
+    """Not on their order, and on every bit of them."""
+    items = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor(3)}
+    assert seed_from(items) == seed_from(dict(reversed(items.items())))
+    assert 0 <= seed_from(items) < 2**63
+    others = [{"a": items["b"], "b": items["a"]}, {"a": items["a"]}, items | {"a": torch.tensor([1.0, 2.0000002])}]
+    assert len({seed_from(other) for other in (items, *others)}) == 4

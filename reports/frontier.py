@@ -16,7 +16,7 @@ from matplotlib.lines import Line2D
 from pflsec.core.errors import ConfigError, RunError, unknown
 from pflsec.core.files import to_csv, write_json, write_text
 from pflsec.reports import tables, words
-from pflsec.reports.figures import ALARM, COLOURS, INK, NAMED, QUIET, name_points, percent_label, save, sentence, style
+from pflsec.reports.figures import COLOURS, INK, NAMED, QUIET, name_points, percent_label, save, sentence, style
 from pflsec.reports.load import RunData, load_runs
 
 Kind = Literal["defended", "undefended", "nothing on the wire"]
@@ -65,8 +65,8 @@ class Frontier:
     @property
     def blind(self) -> float | None:
         """The median over runs of what no message at all gives; only PSNR has one."""
-        levels = [p.blind for p in self.points if p.blind is not None]
-        return float(np.median(levels)) if levels and self.x == "leakage" else None
+        level = _common_level(self.points, self.x)
+        return level if math.isfinite(level) else None
 
 
 def measure(runs: Sequence[RunData], x: str = "leakage", y: str = "accuracy") -> Frontier:
@@ -81,7 +81,8 @@ def measure(runs: Sequence[RunData], x: str = "leakage", y: str = "accuracy") ->
             points.append(found)
         else:
             missing[run.name] = found
-    best = pareto([(p.x, p.y) for p in points])
+    level = _common_level(points, x)
+    best = pareto([(max(p.x, level), p.y) for p in points])  # worse than a guess is no more private than a guess
     marked = [replace(p, pareto=i in best) for i, p in enumerate(points)]
     return Frontier(
         x,
@@ -90,6 +91,11 @@ def measure(runs: Sequence[RunData], x: str = "leakage", y: str = "accuracy") ->
         missing,
         words.cautions(runs, tables.leakage_table(runs)),
     )
+
+
+def _common_level(points: Iterable[Point], x: str) -> float:
+    levels = [p.blind for p in points if p.blind is not None]
+    return float(np.median(levels)) if levels and x == "leakage" else -math.inf
 
 
 def pareto(places: Sequence[tuple[float, float]]) -> set[int]:
@@ -176,13 +182,13 @@ def figure(found: Frontier) -> Figure:
     with style():
         canvas = Figure(figsize=(7.8, 5.2), layout="constrained")
         axes = canvas.subplots()
-        places = _places(found)
+        places, left = _places(found), found.blind or 0.0
         _limits(axes, found, places)
         _levels(axes, found)
         colours = dict(
             zip(dict.fromkeys(p.algo for p in found.points), [c for _ in range(9) for c in COLOURS], strict=False)
         )
-        _stairs(axes, [place for place, p in zip(places, found.points, strict=True) if p.pareto])
+        _stairs(axes, [place for place, p in zip(places, found.points, strict=True) if p.pareto], left)
         for (x, y), p in zip(places, found.points, strict=True):
             inside = "white" if p.kind == "undefended" else colours[p.algo]
             dot: dict[str, Any] = {
@@ -232,11 +238,11 @@ def _levels(axes: Axes, found: Frontier) -> None:
         axes.text(tables.SUCCESS, 1.01, "  success: 20 dB", ha="left", **top)
 
 
-def _stairs(axes: Axes, places: Sequence[tuple[float, float]]) -> None:
-    """Draw the frontier as steps, and a ring about each of its points."""
+def _stairs(axes: Axes, places: Sequence[tuple[float, float]], left: float) -> None:
+    """Draw the frontier as steps from x = left on, and a ring about each of its points."""
     x, y = zip(*sorted(places), strict=True)
-    axes.step(x, y, where="post", color=ALARM, linewidth=1.4, alpha=0.7, zorder=2)
-    axes.plot(x, y, linestyle="", marker="o", markersize=17, markerfacecolor="none", markeredgecolor=ALARM, zorder=3)
+    axes.step([max(value, left) for value in x], y, where="post", color=INK, linewidth=1.4, alpha=0.7, zorder=2)
+    axes.plot(x, y, linestyle="", marker="o", markersize=17, markerfacecolor="none", markeredgecolor=INK, zorder=3)
 
 
 def _key(canvas: Figure, kinds: set[Kind]) -> None:
@@ -248,8 +254,8 @@ def _key(canvas: Figure, kinds: set[Kind]) -> None:
         for kind, shape in SHAPES.items()
         if kind in kinds
     ]
-    ring: dict[str, Any] = {"marker": "o", "markersize": 13, "markerfacecolor": "none", "markeredgecolor": ALARM}
-    best = Line2D([], [], color=ALARM, linewidth=1.4, label=" not beaten in both (Pareto)", **ring)
+    ring: dict[str, Any] = {"marker": "o", "markersize": 13, "markerfacecolor": "none", "markeredgecolor": INK}
+    best = Line2D([], [], color=INK, linewidth=1.4, label=" not beaten in both (Pareto)", **ring)
     canvas.legend(handles=[*marks, best], loc="outside lower center", ncols=4, fontsize=9)
 
 

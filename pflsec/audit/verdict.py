@@ -189,8 +189,10 @@ def alone(group: Group) -> dict[str, Any]:
     name = max(medians, key=lambda a: medians[a])
     worst = victims(group, name)
     excess = summary([v.psnr - v.blind for v in worst.values()], [_cluster(k, v, group) for k, v in worst.items()])
-    said = f"{head}; worst attack {name}, median PSNR {number(medians[name])} dB, {_excess_words(excess)}"
-    return result | {"attack": name, "psnr_median": medians[name], "excess": excess, "words": said}
+    most, by = max((v.psnr, attack) for attack, found in attacks.items() for v in found)
+    exposed = f"the victim rebuilt best: {number(most)} dB ({by})"
+    said = f"{head}; worst attack {name}, median PSNR {number(medians[name])} dB, {_excess_words(excess)}; {exposed}"
+    return result | {"attack": name, "psnr_max": most, "psnr_median": medians[name], "excess": excess, "words": said}
 
 
 def _excess_words(excess: Mapping[str, Any]) -> str:

@@ -70,8 +70,8 @@ def selected(folder: RunFolder, config: AttackConfig) -> list[str]:
         and kind == config.kind
     ]
     if not found:
-        rounds, clients = _listed(t for t, _, _ in places.values()), _listed(c for _, c, _ in places.values())
-        there = f"rounds {rounds}, clients {clients}" if places else "none at all"
+        named = zip(("rounds", "clients", "kind"), zip(*places.values(), strict=True), strict=False)
+        there = ", ".join(f"{name} {_listed(values)}" for name, values in named) or "none at all"
         raise RunError(
             f"run '{folder.path.name}' has no capture for this choice of rounds, clients and kind; it has: {there}. "
             + ("" if places else "Train again with --capture-rounds.")
@@ -207,5 +207,5 @@ def _place(name: str, header: Mapping[str, Any]) -> tuple[int, int, str]:
         raise RunError(f"capture '{name}' is damaged: its header lacks or garbles {error}.") from error
 
 
-def _listed(numbers: Iterable[int]) -> str:
-    return ", ".join(map(str, sorted(set(numbers))))
+def _listed(values: Iterable[Any]) -> str:
+    return ", ".join(map(str, sorted(set(values))))

@@ -1,8 +1,12 @@
 """What a client keeps to itself: guessed, sought together with the data, computed from the log, or given."""
 
+from typing import Any
+
 import pytest
 import torch
 
+from pflsec.attacks import matching
+from pflsec.attacks.minimise import Best, Free
 from pflsec.attacks.problem import Problem
 from pflsec.core.errors import NotApplicable
 from pflsec.core.items import floating
@@ -36,10 +40,20 @@ def test_with_the_head_given_the_attack_gets_as_far_as_without(objectives: dict[
     assert objectives["oracle"] <= objectives["joint"] + 1e-4
 
 
-def test_the_oracle_tries_the_head_both_fixed_and_freed(hidden_head: Victim):
+def test_the_oracle_tries_the_head_both_fixed_and_freed(hidden_head: Victim, monkeypatch: pytest.MonkeyPatch):
+    starts: list[Free] = []
+
+    def descend(loss: Any, start: Free, plans: Any, box: Any) -> Best:
+        starts.append(start)
+        return Best(objective=1.0, free=start)
+
+    monkeypatch.setattr(matching, "descend", descend)
     cap = hidden_head.capture(labels=True, state=True)
-    found = attack("inverting-gradients", cap, hidden="oracle", labels="known", iterations=2, restarts=3)
-    assert found.restarts == 6
+    found = attack("inverting-gradients", cap, hidden="oracle", labels="known", restarts=2)
+    head = {"state.head.weight", "state.head.bias"}
+    assert [set(start) - {"x"} for start in starts] == [set(), head, set(), head]
+    assert toys.distance({k: starts[1][f"state.{k}"] for k in hidden_head.state}, hidden_head.state) == 0
+    assert (found.hidden, found.restarts) == ("oracle", 4)
 
 
 def test_the_true_head_and_image_send_exactly_what_was_sent(hidden_head: Victim):

@@ -19,7 +19,8 @@ DP = "dp-sgd:noise_multiplier=1"
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch):
-    """Draw no pictures: they take longer than all the rest."""
+    """Draw no pictures, which take longer than all the rest, and leave the control out."""
+    monkeypatch.setattr(plan, "CONTROL", "no such method")
     monkeypatch.setattr(figures, "write_gallery", lambda path, attack: None)
     monkeypatch.setattr(folder, "write_page", lambda paths, out: None)
 

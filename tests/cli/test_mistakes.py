@@ -144,6 +144,7 @@ ATTACK = [
     (["ig", "--rounds", HUGE], "which is no number >= 0"),
     (["ig", "--clients", "2"], "it has: rounds 0, clients 0, 1"),
     (["ig", "--kind", "updates"], "kind is 'updates'"),
+    (["ig", "--kind", "update"], "it has: rounds 0, clients 0, 1, kind probe"),
     (["ig", "--seed", "-1"], "seed is -1"),
     (["ig", "--workers", "0"], "workers is 0"),
     (["ig", "--executor", "ray"], "executor is 'ray'"),

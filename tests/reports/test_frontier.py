@@ -144,12 +144,19 @@ def test_the_files_are_complete_equal_each_time_and_need_no_others(tmp_path: Pat
 
 
 def test_many_runs_are_told_apart_by_a_legend_and_none_at_all_by_a_sentence(tmp_path: Path):
-    many = [attacked(tmp_path / f"r{i:02d}", 10.0 + i, 0.5, algo=f"m{i}") for i in range(14)]
+    many = [attacked(tmp_path / f"r{i:02d}", 20.0 + i, 0.5, algo=f"m{i}") for i in range(14)]
     found = frontier.measure(load_runs(many))
     assert sum(p.pareto for p in found.points) == 1
     assert len(frontier.figure(found).legends) == 2
     nothing = frontier.measure(load_runs([write_run(tmp_path / "bare")]))
     assert [t.get_text() for t in frontier.figure(nothing).texts] == ["No run has both coordinates"]
+
+
+def test_worse_than_a_guess_is_no_more_private_than_a_guess(tmp_path: Path):
+    """The blind guess is at 12 dB: 5 dB is as private as 11 dB, so the more accurate of the two beats the other."""
+    found = by_name([attacked(tmp_path / "a", 5.0, 0.4), attacked(tmp_path / "b", 11.0, 0.9)])
+    assert (found["a"].pareto, found["b"].pareto) == (False, True)
+    assert found["a"].x == 5.0
 
 
 def test_the_table_has_a_mark_for_every_pareto_point(tmp_path: Path):

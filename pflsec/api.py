@@ -245,6 +245,8 @@ class AttackSession:
         self.folder, self.config = folder, config
         self.train, self.spec = attacking.training_config(folder)
         self.card = registry.card("algorithms", self.train.algo)
+        spent = Run(folder.path).metrics.get("epsilon")
+        self.epsilon = None if spent is None or spent.dropna().empty else float(spent.dropna().iloc[-1])
         self.captures = attacking.selected(folder, config)
         weights = Path(config.lpips_weights) if config.lpips_weights else None
         self.perceptual = Perceptual.find(config.lpips, weights)
@@ -311,6 +313,7 @@ class AttackSession:
             "algo": self.card.key,
             "family": self.card.family,
             "defense": "+".join(self.train.defense) or "none",
+            "epsilon": self.epsilon,
             "attack": name,
             "adversary": self.config.adversary,
             "knowledge": self.config.knowledge,

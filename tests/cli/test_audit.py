@@ -41,7 +41,7 @@ def test_an_audit_of_a_file_prints_a_verdict_and_leaves_its_folder(cli: Cli, tmp
     assert (tmp_path / "audits/fedavg-file-digits/verdict.md").exists()
     again = json.loads(cli.succeed("audit", "--resume", "audits/fedavg-file-digits", "--json").out)
     assert again["state"] == "done"
-    assert set(again["cells"]) == {"fedavg-file-none-s0", "fedavg-none-s0"}
+    assert set(again["cells"]) == {"fedavg-file-none-s0", "fedavg-none-s0", "local-none-s0"}
     shown = cli.succeed("show", "mine.py:FedAvg").out
     assert "own file" in shown
 

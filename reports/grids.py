@@ -117,7 +117,10 @@ def wire(run: RunData) -> Grid:
         "kind": lambda row: f"{row['kind']} {row['shape'] or ''}".strip(),
     }
     numbers = {"tensors": _as("tensors", _whole), "numbers": _as("numbers", _whole)}
-    return _grid(tables.records(tables.wire_table(run)), words, numbers)
+    rows = tables.records(tables.wire_table(run))
+    if any("guarantee" in row for row in rows):
+        words["guarantee"] = _as("guarantee", lambda value: str(value or ""))
+    return _grid(rows, words, numbers)
 
 
 def configuration(run: RunData) -> Grid:

@@ -229,9 +229,17 @@ def victims_table(runs: Iterable[RunData]) -> pd.DataFrame:
 
 
 def wire_table(run: RunData) -> pd.DataFrame:
-    """Return what crosses the wire, down then up, and what stays private, an item or part a row."""
+    """Return what crosses the wire, down then up, and what stays private, an item or part a row.
+
+    Under differential privacy `guarantee` says of every item of the uplink whether the guarantee covers it.
+    """
     columns = ["direction", "item", "kind", "optional", "shape", "tensors", "numbers"]
     table = pd.DataFrame([dict(row) for row in run.manifest["wire"]]).reindex(columns=columns)
+    privacy = run.manifest.get("dp") or {}
+    if privacy.get("enabled"):
+        covered = privacy.get("coverage") or {}
+        up = table["direction"] == "up"
+        table["guarantee"] = [covered.get(item) if sent else None for item, sent in zip(table["item"], up, strict=True)]
     table.insert(0, "run", run.name)
     return table
 

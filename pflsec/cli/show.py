@@ -101,12 +101,29 @@ def _print_run(manifest: dict[str, Any]) -> None:
         "started": manifest["started"],
         "model": f"{manifest['model']['name']}, {manifest['model']['parameters']:,} parameters",
         "clients": str(len(manifest["data"]["histogram"]["train"]["per_client"])),
-        "differential privacy": "on" if manifest["dp"]["enabled"] else "off",
+        "differential privacy": _privacy(manifest["dp"]),
         "revision": manifest.get("git") or "",
     }
-    wire = [[r["direction"], r["item"], r["kind"], r["numbers"]] for r in manifest["wire"]]
+    covered = manifest["dp"]["coverage"] if manifest["dp"]["enabled"] else {}
+    wire = [
+        [r["direction"], r["item"], r["kind"], r["numbers"]]
+        + ([covered.get(r["item"]) if r["direction"] == "up" else None] if covered else [])
+        for r in manifest["wire"]
+    ]
     config = [[k, as_text(v)] for k, v in manifest["config"].items()]
     out.print(title, markup=False, style="bold")
     print_table("", ["", ""], [[k, v] for k, v in facts.items() if v])
-    print_table("\nWire", ["direction", "item", "kind", "numbers"], wire)
+    print_table("\nWire", ["direction", "item", "kind", "numbers", *(["guarantee"] if covered else [])], wire)
     print_table("\nConfiguration", ["option", "value"], config)
+
+
+def _privacy(dp: dict[str, Any]) -> str:
+    """Return the privacy of a run in words; epsilon over rounds stands in metrics.jsonl and clients.csv."""
+    if not dp["enabled"]:
+        return "off"
+    noise, delta = dp["noise_multiplier"], dp["delta"]
+    fixed = "; the noise was fixed, for a test: no guarantee" if dp["test_seed"] else ""
+    return (
+        f"{dp['defense']}, {dp['guarantee']}; noise multiplier {noise['least']:.3g} to {noise['most']:.3g}, "
+        f"delta {delta['least']:.3g} to {delta['most']:.3g}{fixed}"
+    )

@@ -6,6 +6,7 @@ import pandas as pd
 import pytest
 
 from pflsec.core.files import read_json, write_json
+from pflsec.reports import grids
 from pflsec.reports.load import load_run, load_runs
 from pflsec.reports.tables import (
     accuracy_table,
@@ -142,6 +143,16 @@ def test_victims_come_under_the_runs_name_and_the_attacks_id(run):
     table = victims_table([load_run(run)])
     assert (len(table), set(table["run"]), set(table["attack_id"])) == (12, {"fedrep"}, {"dlg-1a2b3c4d"})
     assert victims_table([]).empty
+
+
+def test_the_wire_table_says_what_a_guarantee_covers(run):
+    manifest = read_json(run / "run.json", "run")
+    manifest["dp"] = {"enabled": True, "coverage": {"body.*": "covered", "num_samples": "public, by assumption"}}
+    write_json(run / "run.json", manifest)
+    loaded = load_run(run)
+    said = [(r["direction"], r["guarantee"]) for r in records(wire_table(loaded))]
+    assert said == [("down", None), ("up", "covered"), ("up", "public, by assumption"), ("private", None)]
+    assert "public, by assumption" in str(grids.wire(loaded))
 
 
 def test_wire_and_configuration(run):

@@ -245,8 +245,7 @@ class AttackSession:
         self.folder, self.config = folder, config
         self.train, self.spec = attacking.training_config(folder)
         self.card = registry.card("algorithms", self.train.algo)
-        spent = Run(folder.path).metrics.get("epsilon")
-        self.epsilon = None if spent is None or spent.dropna().empty else float(spent.dropna().iloc[-1])
+        self.epsilon = folder.last_metrics().get("epsilon")
         self.captures = attacking.selected(folder, config)
         weights = Path(config.lpips_weights) if config.lpips_weights else None
         self.perceptual = Perceptual.find(config.lpips, weights)

@@ -1,5 +1,6 @@
 """A run's folder: what lies where, written atomically and readable by nobody else."""
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -86,6 +87,19 @@ class RunFolder:
     def write_manifest(self, manifest: Mapping[str, Any]) -> None:
         """Replace run.json."""
         write_json(self.path / "run.json", manifest)
+
+    def last_metrics(self) -> dict[str, Any]:
+        """Return the newest whole line of metrics.jsonl, {} where there is none; a kill may have torn the last one."""
+        path = self.path / "metrics.jsonl"
+        lines = path.read_text(encoding="utf8", errors="replace").splitlines() if path.exists() else []
+        for line in reversed(lines):
+            try:
+                found = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(found, dict):
+                return found
+        return {}
 
     def add_metrics(self, row: Mapping[str, Any]) -> None:
         """Append one round to metrics.jsonl."""

@@ -109,10 +109,16 @@ def default_path(net: str) -> Path:
     return Path(torch.hub.get_dir()) / "checkpoints" / TRUNKS[net].file
 
 
+def _shown(path: Path) -> str:
+    """Return a path as it may stand in a report: the home folder's name is nobody's business."""
+    home = Path.home()
+    return str(Path("~") / path.relative_to(home)) if path.is_relative_to(home) else str(path)
+
+
 def _open(net: str, path: Path) -> tuple[Status, str, nn.Module | None]:
     """Return status, remedy and network for a trunk's file. The file is parsed only if its hash is right."""
     trunk = TRUNKS[net]
-    place = f"download {SOURCE}{trunk.file} to {default_path(net)}, or use --lpips-weights FILE."
+    place = f"download {SOURCE}{trunk.file} to {_shown(default_path(net))}, or use --lpips-weights FILE."
     try:
         with path.open("rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
@@ -122,7 +128,7 @@ def _open(net: str, path: Path) -> tuple[Status, str, nn.Module | None]:
             file.seek(0)
             return "ok", "", _network(net, file)
     except OSError as error:
-        return "weights-missing", f"{error.filename or path} cannot be read ({error.strerror}): {place}", None
+        return "weights-missing", f"{_shown(Path(error.filename or path))} cannot be read ({error.strerror}): {place}", None
     except (ValueError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         why = str(error).partition("\n")[0]
         return "weights-mismatch", f"{path} cannot be used for LPIPS ({why}): {place}", None

@@ -95,8 +95,7 @@ class Contract:
 
     def _check_shape(self, name: str, text: str, value: Tensor, sizes: dict[str, int], where: str) -> None:
         match = DECLARATION.fullmatch(text)
-        if match is None or match["kind"] not in KINDS:
-            raise WireError(f"{self.method} declares '{name}' as '{text}'; the kinds are: {', '.join(KINDS)}.")
+        assert match is not None  # checked when the contract was made
         if match["shape"] is None:
             ends = [p for p in self.net.shapes if name == p or name.endswith("." + p)]
             parameter = max(ends, key=len, default=None)  # a body may hold a module called body, or head

@@ -128,7 +128,11 @@ def _open(net: str, path: Path) -> tuple[Status, str, nn.Module | None]:
             file.seek(0)
             return "ok", "", _network(net, file)
     except OSError as error:
-        return "weights-missing", f"{_shown(Path(error.filename or path))} cannot be read ({error.strerror}): {place}", None
+        return (
+            "weights-missing",
+            f"{_shown(Path(error.filename or path))} cannot be read ({error.strerror}): {place}",
+            None,
+        )
     except (ValueError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         why = str(error).partition("\n")[0]
         return "weights-mismatch", f"{path} cannot be used for LPIPS ({why}): {place}", None

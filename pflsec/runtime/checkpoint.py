@@ -6,6 +6,7 @@ the configuration and of named random streams.
 
 import fcntl
 import hashlib
+import json
 import os
 import warnings
 from collections.abc import Iterator, Mapping
@@ -116,8 +117,6 @@ def rewind(folder: RunFolder, t: int) -> None:
 
 
 def _metrics_round(line: str) -> float:
-    import json
-
     try:
         return int(json.loads(line)["round"])
     except (ValueError, KeyError, TypeError):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pflsec.core.errors import RunError
-from pflsec.core.files import append_line, disk_errors, read_json, safe_name, to_json, write_json, write_text
+from pflsec.core.files import append_line, disk_errors, read_json, safe_name, to_csv, to_json, write_json, write_text
 
 SCHEMA = 1
 CLIENT_COLUMNS = (
@@ -107,8 +107,6 @@ class RunFolder:
 
     def add_clients(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Append one round's clients to clients.csv."""
-        from pflsec.core.files import to_csv
-
         path = self.path / "clients.csv"
         header, _, lines = to_csv(CLIENT_COLUMNS, rows).partition("\n")
         if not path.exists():

@@ -7,6 +7,7 @@ and all of it is thrown away. An update is the real upload of a round, after all
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -110,7 +111,7 @@ class Recorder:
     ) -> Record:
         """Return a record of an exchange, without its upload."""
         setup, state, memory = self.setup, now.states[client], now.memories[client]
-        newcomer = self._public_newcomer()
+        newcomer = self._public_newcomer
         public = bool(state) and all(torch.equal(v, newcomer[k]) for k, v in state.items())
         revealed = public or setup.algorithm.reconstruct_state(memory) is not None
         epochs = setup.config.victim_steps if kind == "probe" else setup.config.local_epochs
@@ -175,6 +176,8 @@ class Recorder:
         x = federation.input.normalise(federation.dataset.pixels(rows))
         return x, torch.as_tensor(federation.dataset.labels[rows])
 
+    @cached_property
     def _public_newcomer(self) -> Items:
+        """The state of a client that starts from the public draw: the same for every capture of the run."""
         algorithm, fresh = self.setup.algorithm, self.setup.server_fresh
         return algorithm.init_client(fresh, algorithm.init_server(fresh))

@@ -268,9 +268,8 @@ class LocalWork:
             return
         order = self._order(phase)
         for _ in range(self.epochs if epochs is None else epochs):
-            if (
-                self.num_samples <= self.batch_size
-            ):  # one batch: its order says nothing, and an attacker need not guess it
+            if self.num_samples <= self.batch_size:
+                # One batch: its order says nothing, and an attacker need not guess it.
                 yield x, self.y
                 continue
             rows = torch.randperm(self.num_samples, generator=order)

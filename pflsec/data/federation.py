@@ -1,5 +1,6 @@
 """A federation: one dataset, divided among clients, each with rows to train on and rows to test on."""
 
+import functools
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -63,6 +64,11 @@ class Federation:
     def sizes(self) -> list[int]:
         """Return the number of training rows of each client."""
         return [len(shard.train) for shard in self.shards]
+
+    @functools.cached_property
+    def clients_share_global_test(self) -> bool:
+        """Whether the global test rows are the clients' test rows, each once."""
+        return np.array_equal(np.sort(np.concatenate([shard.test for shard in self.shards])), self.global_test)
 
     def histogram(self) -> dict[str, Any]:
         """Return who holds what, as lists of counts.

@@ -64,6 +64,11 @@ class Network:
         self._write(items, "head.")
         return self._head(self._body(x))
 
+    def laid_out(self, x: Tensor) -> Tensor:
+        """Return inputs [B, C, H, W] in the memory layout in which a forward pass is fastest: channels last, up to 3 times
+        for convolutions on a CPU, unless the module cannot read it. Training is not faster by it."""
+        return x.contiguous(memory_format=torch.channels_last) if self._reads_channels_last else x
+
     def fresh(self, *key: int | str) -> Items:
         """Return newly drawn parameters from the stream with this key; torch's global generator is left alone."""
         return self._values(*self._draw(*key))
@@ -127,8 +132,16 @@ class Network:
                 f"Layers with parameters: {', '.join(_layers(module))}."
             )
         self._cut_shape = tuple(cut.shape[1:])
+        self._reads_channels_last = len(self.shape) == 3 and self._runs_on(x.repeat(2, 1, 1, 1))
         self.feature_dim = cut[0].numel()
         self._check_parameters(module, x)
+
+    def _runs_on(self, x: Tensor) -> bool:
+        try:
+            self._head(self._body(x.contiguous(memory_format=torch.channels_last)))
+        except RuntimeError:  # such as `view` on a layout that it does not fit
+            return False
+        return True
 
     def _check_parameters(self, module: nn.Module, x: Tensor) -> None:
         """Each parameter must stand in one half, and other values for all of them must give another module's function."""

@@ -1,55 +1,45 @@
 """Accuracy: every client is tested, whether or not it took part."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from pflsec.core.algorithm import Algorithm
 from pflsec.core.items import Items
-from pflsec.runtime.executor import context
+from pflsec.runtime.executor import Executor, Score, Trial
 from pflsec.runtime.setup import Setup
 
-BATCH = 100  # larger batches leave the CPU's cache and are slower
 
-
-@torch.inference_mode()
-def correct(algorithm: Algorithm[Any], items: Items, x: Tensor, y: Tensor) -> int:
-    """Return how many of the rows the deployed model gets right."""
-    pairs = zip(x.split(BATCH), y.split(BATCH), strict=True)
-    return sum(int((algorithm.scores(items, a).argmax(1) == b).sum()) for a, b in pairs)
-
-
-def accuracy(setup: Setup, items: Items, client: int) -> float:
-    """Return a deployed model's accuracy on one client's test data, in [0, 1]."""
-    x, y = setup.federation.test(client)
-    return correct(setup.algorithm, items, x, y) / len(y)
-
-
-def ready(setup: Setup, items: Items, client: int, t: int) -> Items:
-    """Return a deployed model as its client uses it before round t: fitted to its own rows where the method does so."""
-    if type(setup.algorithm).personalise is Algorithm.personalise:
-        return items
-    return setup.algorithm.personalise(context(setup, t, client), items)
-
-
-def everybody(setup: Setup, server: Items, states: Mapping[int, Items], t: int) -> tuple[list[float], float | None]:
-    """Return each client's accuracy with the model it would use before round t, and the global model's or None."""
-    algorithm, federation = setup.algorithm, setup.federation
+def everybody(
+    setup: Setup, executor: Executor, server: Items, states: Mapping[int, Items], trained: Mapping[int, Items], t: int
+) -> tuple[list[float], dict[int, float], float | None]:
+    """Return accuracies before round t: every client's with the model that it would use now, those of the clients in
+    `trained` with the models given there, and the global model's on the global test rows, or None."""
+    algorithm, count = setup.algorithm, setup.federation.clients
+    deployed = [algorithm.deploy(states[c], algorithm.downlink(server, c)) for c in range(count)]
+    trials = [Trial(t, c, items) for c, items in [*enumerate(deployed), *trained.items()]]
     common = algorithm.global_model(server)
-    personal, all_common = [], common is not None
-    for client in range(federation.clients):
-        items = ready(setup, algorithm.deploy(states[client], algorithm.downlink(server, client)), client, t)
-        all_common = all_common and common is not None and _same_tensors(items, common)
-        personal.append(accuracy(setup, items, client))
-    if common is None:
-        return personal, None
-    if all_common and setup.config.test == "split":  # the same model on the same rows: nothing to compute twice
-        return personal, float(np.average(personal, weights=test_sizes(setup)))
-    x, y = federation.global_test_set()
-    return personal, correct(algorithm, common, x, y) / len(y)
+    again = common is not None and not _tested_already(setup, deployed, common)
+    if common is not None and again:
+        trials.append(Trial(t, None, common))
+    scores = executor.test(trials)
+    personal, own = scores[:count], dict(zip(trained, scores[count:], strict=False))
+    overall = None if common is None else scores[-1] if again else _together(personal)
+    return (
+        [score.accuracy for score in personal],
+        {c: score.accuracy for c, score in own.items()},
+        overall and overall.accuracy,
+    )
+
+
+def _tested_already(setup: Setup, deployed: Sequence[Items], common: Items) -> bool:
+    """Return whether the clients together test the global model on its rows: nothing is computed twice."""
+    as_it_is = type(setup.algorithm).personalise is Algorithm.personalise
+    return as_it_is and setup.federation.clients_share_global_test and all(_same_tensors(m, common) for m in deployed)
+
+
+def _together(scores: Sequence[Score]) -> Score:
+    return Score(sum(s.correct for s in scores), sum(s.rows for s in scores))
 
 
 def _same_tensors(a: Items, b: Items) -> bool:

@@ -2,12 +2,13 @@
 
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from pflsec.core.algorithm import Done
 from pflsec.core.defense import Guard, Spend
@@ -15,6 +16,8 @@ from pflsec.core.errors import PflsecError, TrainingError
 from pflsec.core.items import Items, first_nonfinite
 from pflsec.runtime.setup import Setup
 from pflsec.training.local import LocalWork, for_method
+
+TEST_BATCH = 100  # larger batches leave the CPU's cache and are slower
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,16 @@ class Job:
     down: Items
     guard: Guard | None = None
 
+    @property
+    def messages(self) -> tuple[Items, ...]:
+        return self.state, self.down
+
+    def carrying(self, state: Items, down: Items) -> "Job":
+        return replace(self, state=state, down=down)
+
+    def do(self, setup: Setup) -> "Outcome":
+        return work(setup, self)
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -38,6 +51,57 @@ class Outcome:
     steps: int
     seconds: float
     spent: tuple[Spend, ...] = ()
+
+    @property
+    def messages(self) -> tuple[Items, ...]:
+        return self.done.state, self.done.up
+
+    def carrying(self, state: Items, up: Items) -> "Outcome":
+        return replace(self, done=Done(state, up))
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A model to be tested before round `round`: on one client's test rows, fitted to its own training rows first where
+    the method does so; or as it is on the global test rows, where there is no client."""
+
+    round: int
+    client: int | None
+    items: Items
+
+    @property
+    def messages(self) -> tuple[Items, ...]:
+        return (self.items,)
+
+    def carrying(self, items: Items) -> "Trial":
+        return replace(self, items=items)
+
+    def do(self, setup: Setup) -> "Score":
+        return test(setup, self)
+
+
+@dataclass(frozen=True)
+class Score:
+    """How many test rows a model got right, of how many."""
+
+    correct: int
+    rows: int
+
+    @property
+    def accuracy(self) -> float:
+        """In [0, 1]."""
+        return self.correct / self.rows
+
+    @property
+    def messages(self) -> tuple[Items, ...]:
+        return ()
+
+    def carrying(self) -> "Score":
+        return self
+
+
+Task = Job | Trial
+"""What an executor does: items go in, items come out."""
 
 
 def learning_rate(setup: Setup, t: int) -> float:
@@ -63,8 +127,8 @@ def context(setup: Setup, t: int, client: int, guard: Guard | None = None) -> Lo
 
 
 @contextmanager
-def naming(setup: Setup, where: str) -> Iterator[None]:
-    """Say of every error in a method's local work where it happened; one that is not ours keeps its traceback."""
+def naming(setup: Setup, where: str, what: str = "local") -> Iterator[None]:
+    """Say of every error in a method's own code where it happened; one that is not ours keeps its traceback."""
     try:
         yield
     except PflsecError as error:
@@ -72,7 +136,7 @@ def naming(setup: Setup, where: str) -> Iterator[None]:
     except Exception as error:
         text = "".join(traceback.format_exception(error)).rstrip()
         raise TrainingError(
-            f"{where}: {setup.config.algo}.local raised {type(error).__name__}: {error}\n{text}"
+            f"{where}: {setup.config.algo}.{what} raised {type(error).__name__}: {error}\n{text}"
         ) from error
 
 
@@ -94,11 +158,36 @@ def work(setup: Setup, job: Job) -> Outcome:
     return Outcome(job.client, done, loss, len(ctx.losses), time.perf_counter() - began, spent)
 
 
+def test(setup: Setup, trial: Trial) -> Score:
+    """Test a model on a client's rows, or on the global ones. Errors name round and client."""
+    algorithm, items = setup.algorithm, trial.items
+    if trial.client is None:
+        with naming(setup, f"round {trial.round}, global model", "scores"):
+            return _count(setup, items, *setup.federation.global_test_set())
+    with naming(setup, f"round {trial.round}, client {trial.client}", "personalise"):
+        items = algorithm.personalise(context(setup, trial.round, trial.client), items)
+    with naming(setup, f"round {trial.round}, client {trial.client}", "scores"):
+        return _count(setup, items, *setup.federation.test(trial.client))
+
+
+@torch.inference_mode()
+def _count(setup: Setup, items: Items, x: Tensor, y: Tensor) -> Score:
+    right = 0
+    for some, labels in zip(x.split(TEST_BATCH), y.split(TEST_BATCH), strict=True):
+        scores = setup.algorithm.scores(items, setup.net.laid_out(some))
+        right += int((scores.argmax(1) == labels).sum())
+    return Score(right, len(y))
+
+
 class Executor(Protocol):
-    """Does jobs for one setup."""
+    """Does tasks for one setup."""
 
     def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
         """Yield the outcome of every job, in any order."""
+        ...
+
+    def test(self, trials: Sequence[Trial]) -> list[Score]:
+        """Return the score of every trial, in their order."""
         ...
 
     def close(self) -> None:
@@ -114,7 +203,10 @@ class Serial:
 
     def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
         for job in jobs:
-            yield work(self.setup, job)
+            yield job.do(self.setup)
+
+    def test(self, trials: Sequence[Trial]) -> list[Score]:
+        return [trial.do(self.setup) for trial in trials]
 
     def close(self) -> None:
         pass

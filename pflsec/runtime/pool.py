@@ -1,6 +1,6 @@
-"""Worker processes for local work. Tensors cross through shared memory; results have the bits of the serial executor.
+"""Worker processes for local work and tests. Tensors cross through shared memory; results have the bits of the serial executor.
 
-Each worker runs one thread, does one job at a time, and ignores Ctrl-C, which is the parent's to handle. The parent owns all
+Each worker runs one thread, does one task at a time, and ignores Ctrl-C, which is the parent's to handle. The parent owns all
 shared memory: nothing is left behind when a worker dies.
 """
 
@@ -8,7 +8,7 @@ import multiprocessing
 import signal
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.shared_memory import SharedMemory
@@ -20,11 +20,10 @@ from torch import Tensor
 
 from pflsec.config.train import TrainConfig
 from pflsec.core import errors
-from pflsec.core.algorithm import Done
 from pflsec.core.errors import PflsecError, PflsecWarning, TrainingError
 from pflsec.core.items import Items
 from pflsec.data.datasets import Dataset
-from pflsec.runtime.executor import Job, Outcome, work
+from pflsec.runtime.executor import Job, Outcome, Score, Task, Trial
 from pflsec.runtime.setup import Setup, prepare
 
 ALIGN = 64
@@ -109,7 +108,7 @@ class Worker:
     line: Connection
     inbox: Arena
     outbox: Arena
-    job: Job | None = field(default=None)
+    task: Task | None = field(default=None)
 
 
 class Processes:
@@ -136,21 +135,35 @@ class Processes:
     def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
         """Yield outcomes as they come. Raises what a client raised, or TrainingError when a worker dies."""
         samples = [len(shard.train) for shard in self.setup.federation.shards]
-        queue = sorted(jobs, key=lambda job: -samples[job.client])
+        for _, outcome in self._do(sorted(jobs, key=lambda job: -samples[job.client])):
+            yield outcome
+
+    def test(self, trials: Sequence[Trial]) -> list[Score]:
+        """Return the score of every trial, in their order. Raises as `run` does."""
+        federation = self.setup.federation
+        shards, everything = federation.shards, len(federation.global_test)
+        rows = [everything if t.client is None else len(shards[t.client].test) for t in trials]
+        order = sorted(range(len(trials)), key=lambda i: -rows[i])
+        found = {order[place]: score for place, score in self._do([trials[i] for i in order])}
+        return [found[i] for i in range(len(trials))]
+
+    def _do(self, tasks: Sequence[Task]) -> Iterator[tuple[int, Any]]:
+        """Hand out tasks in their order; yield (place of the task, its result) as they come."""
         for worker in self.workers:
             worker.inbox.clear()
-        idle, busy = list(self.workers), []
-        while queue or busy:
-            while queue and idle:
-                worker = idle.pop()
-                self._send(worker, queue.pop(0))
-                busy.append(worker)
-            ready = wait([w.line for w in busy] + [w.process.sentinel for w in busy])
-            for worker in [w for w in busy if w.line in ready or w.process.sentinel in ready]:
-                outcome = self._receive(worker)
-                busy.remove(worker)
-                idle.append(worker)
-                yield outcome
+        waiting, idle, busy = list(reversed(range(len(tasks)))), list(self.workers), dict[int, Worker]()
+        while waiting or busy:
+            while waiting and idle:
+                place, worker = waiting.pop(), idle.pop()
+                self._send(worker, tasks[place])
+                busy[place] = worker
+            ready = wait([w.line for w in busy.values()] + [w.process.sentinel for w in busy.values()])
+            for place, worker in list(busy.items()):
+                if worker.line in ready or worker.process.sentinel in ready:
+                    result = self._receive(worker)
+                    del busy[place]
+                    idle.append(worker)
+                    yield place, result
 
     def close(self) -> None:
         """End the workers and give their memory back."""
@@ -163,17 +176,17 @@ class Processes:
             worker.outbox.close()
         self.workers = []
 
-    def _send(self, worker: Worker, job: Job) -> None:
-        worker.job = job
-        messages = job.state, job.down
+    def _send(self, worker: Worker, task: Task) -> None:
+        worker.task = task
+        messages = task.messages
         places = [worker.inbox.write(items) for items in messages]
         if None in places:
             worker.inbox = _with_room(worker.inbox, messages)
             places = [worker.inbox.write(items) for items in messages]
         names = worker.inbox.block.name, worker.outbox.block.name
-        self._tell(worker, (job.round, job.client, job.guard, names, places))
+        self._tell(worker, (_emptied(task), names, places))
 
-    def _receive(self, worker: Worker) -> Outcome:
+    def _receive(self, worker: Worker) -> Any:
         kind, *rest = self._hear(worker)
         if kind == "more":
             worker.outbox.close()
@@ -182,11 +195,10 @@ class Processes:
             kind, *rest = self._hear(worker)
         if kind == "error":
             raise _error(*rest)
-        outcome, places, notes = rest
+        result, places, notes = rest
         for text in notes:
             warnings.warn(text, PflsecWarning, stacklevel=2)
-        state, up = (take(worker.outbox.block, found) for found in places)
-        return replace(outcome, done=Done(state, up))
+        return result.carrying(*(take(worker.outbox.block, found) for found in places))
 
     def _tell(self, worker: Worker, message: Any) -> None:
         try:
@@ -202,12 +214,18 @@ class Processes:
 
     def _dead(self, worker: Worker) -> TrainingError:
         worker.process.join(timeout=1)
-        job, code = worker.job, worker.process.exitcode
-        assert job is not None
+        task, code = worker.task, worker.process.exitcode
+        assert task is not None
+        who = "global model" if task.client is None else f"client {task.client}"
         return TrainingError(
-            f"round {job.round}, client {job.client}: the worker process died (exit code {code}; -9 is often the system "
+            f"round {task.round}, {who}: the worker process died (exit code {code}; -9 is often the system "
             "running out of memory). Rounds that were finished are kept: continue with --resume, or use fewer --workers."
         )
+
+
+def _emptied(carrier: Task | Outcome | Score) -> Any:
+    """Return a task or a result without its items, which travel through an arena."""
+    return carrier.carrying(*({} for _ in carrier.messages))
 
 
 def _size(messages: Iterable[Items]) -> int:
@@ -230,7 +248,7 @@ def _error(kind: str, text: str) -> PflsecError:
 
 
 def serve(line: Connection, config: TrainConfig, dataset: Dataset | None) -> None:
-    """A worker's life: build the same setup, then do jobs until the line closes."""
+    """A worker's life: build the same setup, then do tasks until the line closes."""
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     blocks = Blocks()
@@ -239,24 +257,24 @@ def serve(line: Connection, config: TrainConfig, dataset: Dataset | None) -> Non
         setup = prepare(config, dataset)
     while True:
         try:
-            t, client, guard, (inbox, outbox), places = line.recv()
+            task, (inbox, outbox), places = line.recv()
         except (EOFError, ConnectionError):
             return
-        state, down = (take(blocks[inbox], found) for found in places)
+        task = task.carrying(*(take(blocks[inbox], found) for found in places))
         try:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always", PflsecWarning)
-                outcome = work(setup, Job(t, client, state, down, guard))
+                result = task.do(setup)
         except PflsecError as error:
             line.send(("error", type(error).__name__, str(error)))
             continue
-        messages = outcome.done.state, outcome.done.up
+        messages = result.messages
         if _size(messages) > blocks[outbox].size:
             line.send(("more", _size(messages)))
             outbox = line.recv()
         arena = Arena.over(blocks[outbox])
         notes = [str(w.message) for w in caught if issubclass(w.category, PflsecWarning)]
-        line.send(("done", replace(outcome, done=Done({}, {})), [arena.write(items) for items in messages], notes))
+        line.send(("done", _emptied(result), [arena.write(items) for items in messages], notes))
 
 
 class Blocks(dict[str, SharedMemory]):

@@ -160,11 +160,10 @@ class Federated:
         due = (t + 1) % setup.config.eval_every == 0 or t + 1 == setup.config.rounds
         before = time.perf_counter()
         personal: list[float] = []
+        own: dict[int, float] = {}
         if due:
-            personal, common = evaluate.everybody(setup, self.server, self.states, t + 1)
+            personal, own, common = evaluate.everybody(setup, self.executor, self.server, self.states, trained, t + 1)
             metrics |= evaluate.summary(personal, evaluate.test_sizes(setup)) | {"global_accuracy": common}
-        ready = {c: evaluate.ready(setup, items, c, t + 1) for c, items in trained.items()} if due else {}
-        own = {c: evaluate.accuracy(setup, items, c) for c, items in ready.items()}
         metrics["seconds_eval"] = time.perf_counter() - before
         return [
             {

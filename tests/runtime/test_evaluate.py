@@ -6,13 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pflsec.algorithms.traditional.fedavg import FedAvg
 from pflsec.core.algorithm import Done
+from pflsec.core.errors import TrainingError
 from pflsec.core.items import Items
 from pflsec.core.local import Local
+from pflsec.models.network import Network
 from pflsec.runtime import evaluate
+from pflsec.runtime.executor import Trial
 from pflsec.runtime.folder import CLIENT_COLUMNS
 from tests import toys
 
@@ -137,7 +140,37 @@ def test_methods_without_a_global_model_have_no_global_accuracy(key: str, common
 
 
 def test_large_test_sets_are_worked_off_in_pieces():
-    algorithm: Any = toys.method("fedavg")
-    items = algorithm.net.fresh(0)
-    x, y = toys.batch(250)
-    assert evaluate.correct(algorithm, items, x, y) == round(250 * hand_accuracy(items, x, y))
+    made = toys.setup("fedavg", data=toys.dataset([4], test=250))
+    items = made.net.fresh(0)
+    x, y = made.federation.test(0)
+    score = Trial(0, 0, items).do(made)
+    assert (score.correct, score.rows) == (round(250 * hand_accuracy(items, x, y)), 250)
+
+
+def test_what_a_method_raises_while_it_is_tested_names_round_and_client():
+    class Blind(FedAvg):
+        def scores(self, items: Items, x: Tensor) -> Tensor:
+            raise ValueError("cannot see")
+
+    with pytest.raises(TrainingError, match=r"round 1, client 0: fedavg\.scores raised ValueError: cannot see"):
+        toys.play(Blind, 1)
+
+
+def test_a_module_that_cannot_read_channels_last_is_tested_as_it_is_trained():
+    """`view` needs the layout in which images come; another layout would end the run at its first test."""
+
+    class Viewing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.fc = nn.Conv2d(2, 4, 2), nn.Linear(4 * 9, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(self.conv(x).view(len(x), -1))
+
+    x = torch.randn(5, 2, 4, 4)
+    assert Network(Viewing, (2, 4, 4), 3).laid_out(x) is x
+    laid = Network(lambda: nn.Sequential(nn.Conv2d(2, 4, 2), nn.Flatten(), nn.Linear(4 * 9, 3)), (2, 4, 4), 3).laid_out(
+        x
+    )
+    assert torch.equal(laid, x)
+    assert laid.is_contiguous(memory_format=torch.channels_last)

@@ -88,10 +88,12 @@ def test_a_private_run_resumes_with_the_noise_and_the_accounts_it_had(tmp_path: 
     assert contents(api.resume("cut", runs_dir=tmp_path)) == contents(whole)
 
 
-def test_workers_give_the_bits_of_the_serial_executor(tmp_path: Path):
-    serial = api.run_training(setup("fedproto"), name="serial", runs_dir=tmp_path)
-    for workers in (1, 2):
-        made = setup("fedproto", workers=workers)
+@pytest.mark.parametrize("algo", ["fedproto", "perfedavg", "fedala"])
+def test_workers_give_the_bits_of_the_serial_executor(algo: str, tmp_path: Path):
+    """Of prototypes, of a model that is fitted before it is tested, and of a loop that stops on its loss."""
+    serial = api.run_training(setup(algo), name="serial", runs_dir=tmp_path)
+    for workers in (1, 3):
+        made = setup(algo, workers=workers)
         run = api.run_training(made, name=f"workers{workers}", runs_dir=tmp_path, executor="processes")
         assert contents(run) == contents(serial)
 

@@ -37,6 +37,10 @@ class Job:
     def carrying(self, state: Items, down: Items) -> "Job":
         return replace(self, state=state, down=down)
 
+    def rows(self, setup: Setup) -> int:
+        """Return the number of rows that are worked on."""
+        return len(setup.federation.shards[self.client].train)
+
     def do(self, setup: Setup) -> "Outcome":
         return work(setup, self)
 
@@ -75,6 +79,11 @@ class Trial:
 
     def carrying(self, items: Items) -> "Trial":
         return replace(self, items=items)
+
+    def rows(self, setup: Setup) -> int:
+        """Return the number of rows that are worked on."""
+        federation = setup.federation
+        return len(federation.global_test if self.client is None else federation.shards[self.client].test)
 
     def do(self, setup: Setup) -> "Score":
         return test(setup, self)

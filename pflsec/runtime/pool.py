@@ -134,24 +134,20 @@ class Processes:
 
     def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
         """Yield outcomes as they come. Raises what a client raised, or TrainingError when a worker dies."""
-        samples = [len(shard.train) for shard in self.setup.federation.shards]
-        for _, outcome in self._do(sorted(jobs, key=lambda job: -samples[job.client])):
+        for _, outcome in self._do(list(jobs)):
             yield outcome
 
     def test(self, trials: Sequence[Trial]) -> list[Score]:
         """Return the score of every trial, in their order. Raises as `run` does."""
-        federation = self.setup.federation
-        shards, everything = federation.shards, len(federation.global_test)
-        rows = [everything if t.client is None else len(shards[t.client].test) for t in trials]
-        order = sorted(range(len(trials)), key=lambda i: -rows[i])
-        found = {order[place]: score for place, score in self._do([trials[i] for i in order])}
-        return [found[i] for i in range(len(trials))]
+        found = dict(self._do(trials))
+        return [found[place] for place in range(len(trials))]
 
     def _do(self, tasks: Sequence[Task]) -> Iterator[tuple[int, Any]]:
-        """Hand out tasks in their order; yield (place of the task, its result) as they come."""
+        """Hand out tasks, the longest first; yield (place of the task, its result) as they come."""
         for worker in self.workers:
             worker.inbox.clear()
-        waiting, idle, busy = list(reversed(range(len(tasks)))), list(self.workers), dict[int, Worker]()
+        waiting = sorted(range(len(tasks)), key=lambda place: (tasks[place].rows(self.setup), -place))
+        idle, busy = list(self.workers), dict[int, Worker]()
         while waiting or busy:
             while waiting and idle:
                 place, worker = waiting.pop(), idle.pop()

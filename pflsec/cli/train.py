@@ -1,6 +1,8 @@
 """pflsec train."""
 
 import os
+import shutil
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -8,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from pflsec.cli.console import duration, megabytes, number, print_json, progress, say
-from pflsec.core.errors import ConfigError
+from pflsec.core.errors import ConfigError, PflsecWarning
 from pflsec.core.files import safe_name
 from pflsec.core.registry import settings_of
 
@@ -122,6 +124,7 @@ def train(
         f"{setup.config.algo} on {setup.config.data}: {setup.federation.clients} clients, {setup.config.rounds} rounds, "
         f"{setup.net.size():,} parameters; about {duration(cost.seconds)} and {megabytes(cost.bytes)} on disk"
     )
+    _check_space(runs_dir, cost.bytes)
     if dry_run:
         if json:
             print_json({"config": setup.config.model_dump(), "seconds": cost.seconds, "bytes": cost.bytes})
@@ -142,6 +145,19 @@ def train(
         return
     say(f"done: {_note(last)}")
     say(f"run {run.path}; attack it with: pflsec attack dlg {run.name}" + _runs_dir(runs_dir))
+
+
+def _check_space(runs_dir: Path, needed: int) -> None:
+    """Warn where the run may not fit on the disk. The need is an estimate, so it is no reason to refuse."""
+    there = next((p for p in [runs_dir, *runs_dir.absolute().parents] if p.exists()), Path())
+    free = shutil.disk_usage(there).free
+    if free < needed:
+        warnings.warn(
+            f"{there} has {megabytes(free)} free, and the run may need {megabytes(needed)}. If the disk fills up, finished "
+            "rounds are kept and --resume goes on. Fewer --capture-rounds, --capture-clients or --victims need less.",
+            PflsecWarning,
+            stacklevel=2,
+        )
 
 
 def _executor(wanted: str, seconds: float) -> str:

@@ -86,7 +86,11 @@ def cast(items: Mapping[str, Tensor], dtype: torch.dtype) -> Items:
 
 def first_nonfinite(items: Mapping[str, Tensor]) -> str | None:
     """Return the name of the first item that holds a NaN or an infinity, or None."""
-    return next((k for k, v in items.items() if v.is_floating_point() and not torch.isfinite(v).all()), None)
+    for k, v in items.items():
+        # A sum is ten times faster to look at, and finite only if all of its terms are; it may overflow where they are.
+        if v.is_floating_point() and not torch.isfinite(v.sum()) and not torch.isfinite(v).all():
+            return k
+    return None
 
 
 def size_in_bytes(items: Mapping[str, Tensor]) -> int:

@@ -21,7 +21,7 @@ from torch import Tensor
 from pflsec.config.train import TrainConfig
 from pflsec.core import errors
 from pflsec.core.errors import PflsecError, PflsecWarning, TrainingError
-from pflsec.core.items import Items
+from pflsec.core.items import Items, cloned
 from pflsec.data.datasets import Dataset
 from pflsec.runtime.executor import Job, Outcome, Score, Task, Trial
 from pflsec.runtime.setup import Setup, prepare
@@ -86,12 +86,16 @@ class Arena:
         return offset
 
 
+def look(block: SharedMemory, places: Iterable[Place]) -> Items:
+    """Return the tensors at these places, as views of the block."""
+    return {
+        name: _view(block, offset, dtype, int(np.prod(shape))).reshape(shape) for name, offset, dtype, shape in places
+    }
+
+
 def take(block: SharedMemory, places: Iterable[Place]) -> Items:
     """Return copies of the tensors at these places."""
-    return {
-        name: _view(block, offset, dtype, int(np.prod(shape))).clone().reshape(shape)
-        for name, offset, dtype, shape in places
-    }
+    return cloned(look(block, places))
 
 
 def _view(block: SharedMemory, offset: int, dtype: torch.dtype, count: int) -> Tensor:
@@ -256,7 +260,8 @@ def serve(line: Connection, config: TrainConfig, dataset: Dataset | None) -> Non
             task, (inbox, outbox), places = line.recv()
         except (EOFError, ConnectionError):
             return
-        task = task.carrying(*(take(blocks[inbox], found) for found in places))
+        # Views, not copies: local work leaves its inputs alone, and what it returns is written out before the next task.
+        task = task.carrying(*(look(blocks[inbox], found) for found in places))
         try:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always", PflsecWarning)

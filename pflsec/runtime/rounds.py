@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from pflsec.core.errors import RunError, TrainingError
-from pflsec.core.items import Items, first_nonfinite
+from pflsec.core.items import Items, cloned, first_nonfinite
 from pflsec.core.vault import VaultWriter
 from pflsec.runtime import checkpoint, evaluate, privacy
 from pflsec.runtime import cohort as cohorts
@@ -52,7 +52,9 @@ class Federated:
         algorithm, public = setup.algorithm, setup.server_fresh
         self.server: Items = algorithm.init_server(public)
         self.states = {
-            c: algorithm.init_client(setup.client_fresh(c), self.server) for c in range(setup.federation.clients)
+            # Copies: what is kept must not lie between the large blocks of the draws that it was cut from.
+            c: cloned(algorithm.init_client(setup.client_fresh(c), self.server))
+            for c in range(setup.federation.clients)
         }
         watched = setup.config.captured_clients() if setup.config.captured_rounds() else []
         self.memories = {c: algorithm.init_client(public, self.server) for c in watched}

@@ -1,5 +1,6 @@
 """Same bits on any executor, and after any interruption."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -123,6 +124,28 @@ def test_a_killed_run_resumes_exactly(tmp_path: Path):
     assert api.load_run("killed", tmp_path).manifest["state"] == "running"
     resumed = api.resume("killed", runs_dir=tmp_path)
     assert contents(resumed) == contents(api.load_run("whole", tmp_path))
+
+
+@pytest.mark.parametrize("room", [8, 16, 24])
+def test_a_full_disk_is_one_sentence_and_the_run_goes_on_where_there_is_room(
+    room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The disk is full after so many files, wherever that is: in captures, logs or checkpoints."""
+    whole = api.run_training(setup("scaffold"), name="whole", runs_dir=tmp_path)
+    written, fsync = [0], os.fsync
+
+    def full(handle: int) -> None:
+        written[0] += 1
+        if written[0] > room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(RunError, match=r"cannot write .*No space left on device"):
+        api.run_training(setup("scaffold"), name="cut", runs_dir=tmp_path)
+    monkeypatch.setattr(os, "fsync", fsync)
+    assert not list((tmp_path / "cut").rglob(".*.*"))  # no half file is left
+    assert contents(api.resume("cut", runs_dir=tmp_path)) == contents(whole)
 
 
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path):

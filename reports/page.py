@@ -33,9 +33,12 @@ class Picture:
     width: int
 
 
-def write(run_paths: Sequence[Path], out: Path, originals: bool = True) -> Path:
+def write(
+    run_paths: Sequence[Path], out: Path, originals: bool = True, verdict: Sequence[tuple[str, Sequence[str]]] = ()
+) -> Path:
     """Write out/index.html, out/tables/*.csv and *.json, out/figures/*.png and *.svg; return the page's path.
 
+    verdict    titled lists of sentences that the page begins with, such as an audit's
     originals  False: nothing that shows a victim's image, so no gallery; one of an earlier report is deleted
     Raises RunError when a run is damaged, none is given, or `out` cannot be written.
     """
@@ -63,7 +66,7 @@ def write(run_paths: Sequence[Path], out: Path, originals: bool = True) -> Path:
         lstrip_blocks=True,
     ).get_template("report.html.j2")
     path = out / "index.html"
-    write_text(path, template.render(**_content(runs, found, out / "figures", originals)))
+    write_text(path, template.render(verdict=verdict, **_content(runs, found, out / "figures", originals)))
     return path
 
 

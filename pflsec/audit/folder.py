@@ -9,7 +9,7 @@ from typing import Any
 from pflsec import api
 from pflsec.audit import verdict
 from pflsec.audit.plan import NONE, Cell, Plan
-from pflsec.core import methodfile, registry
+from pflsec.core import methodfile
 from pflsec.core.errors import PflsecError, PrivacyError, RunError
 from pflsec.core.files import disk_errors, read_json, safe_name, write_json, write_text
 from pflsec.reports.load import RunData, load_run
@@ -130,7 +130,7 @@ class Audit:
             run = self._train(cell, state, steps, executor)
             for name in self.plan.attacks:
                 if name not in state["attacks"]:
-                    api.attack(run, [name], on_victim=steps.victim, executor=executor, **self._attack_options(name))
+                    api.attack(run, [name], on_victim=steps.victim, executor=executor, **self.plan.attack_options(name))
                     state["attacks"].append(name)
                     self.save()
             state["state"] = "done"
@@ -154,12 +154,6 @@ class Audit:
         state["run"] = run.name
         return run
 
-    def _attack_options(self, name: str) -> dict[str, Any]:
-        """Return the options that this attack has: analytic ones have neither iterations nor restarts."""
-        own = registry.load("attacks", name).Config.model_fields
-        shared = {k: v for k, v in self.plan.attacking.items() if k not in ("iterations", "restarts")}
-        return shared | {k: v for k, v in self.plan.attacking.items() if k in own}
-
     def runs(self) -> list[verdict.CellRun]:
         """Return the runs of the cells that are done, each under its cell's name."""
         done = [cell for cell in self.plan.cells() if self.state(cell)["state"] == "done"]
@@ -171,11 +165,11 @@ class Audit:
     def judge(self) -> dict[str, Any]:
         """Write the report, verdict.md and the verdict in audit.json; return the verdict."""
         runs, cells = self.runs(), self.record["cells"]
-        if runs:
-            write_page([one.data.path for one in runs], self.path / "report")
         found = verdict.judge(self.plan.label, runs)
         for state in ("refused", "failed"):
             found[state] = {name: cell["reason"] for name, cell in cells.items() if cell["state"] == state}
+        if runs:
+            write_page([one.data.path for one in runs], self.path / "report", verdict=verdict.lines(found))
         bad = bool(found["failed"])
         self.record |= {"state": "failed" if bad else "done", "verdict": found}
         write_text(self.path / "verdict.md", verdict.markdown(self.record["name"], found))

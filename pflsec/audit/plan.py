@@ -5,7 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
+from pflsec.config.attack import AttackConfig, make_attack
 from pflsec.core import methodfile, registry
+from pflsec.core.config import build
 from pflsec.core.errors import ConfigError, RunError
 
 BASELINES = ("fedavg", "fedrep", "ditto")
@@ -71,6 +73,11 @@ class Plan:
         settings = self.settings if cell.role == "method" else {}
         return {**self.training, "algo": cell.algo, "seed": cell.seed, "defense": defense, "settings": settings}
 
+    def attack_options(self, name: str) -> dict[str, Any]:
+        """Return the options that this attack has: analytic ones have neither iterations nor restarts."""
+        own = registry.load("attacks", name).Config.model_fields
+        return {k: v for k, v in self.attacking.items() if k in own or k not in ("iterations", "restarts")}
+
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as audit.json holds it."""
         return asdict(self)
@@ -125,6 +132,8 @@ def make(
         attacking=dict(attacking),
     )
     _check_names(plan)
+    for name in plan.attacks:  # mistakes in their options show now, not after the trainings
+        make_attack(name, build(AttackConfig, plan.attack_options(name), "attack"))
     return plan
 
 

@@ -5,12 +5,15 @@ from typing import Annotated, Any
 
 import typer
 
+from pflsec.cli import options
 from pflsec.cli.console import duration, megabytes, out, print_json, progress, say
-from pflsec.cli.train import option
+from pflsec.cli.options import option
 from pflsec.core.errors import ConfigError
 from pflsec.core.files import safe_name
 
-OWN = ("method", "against", "attacks", "defenses", "seeds", "seed", "settings", "iterations", "restarts")
+ATTACKING = ("iterations", "restarts", "kind", "adversary", "knowledge")
+"""Options of all attacks."""
+OWN = ("method", "against", "attacks", "defenses", "seeds", "seed", "settings", *ATTACKING)
 """Options of the plan that are no options of a training; none of them goes with --resume."""
 
 
@@ -32,31 +35,31 @@ def audit(
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="NAME=VALUE of METHOD's own settings; repeatable.")
     ] = None,
-    data: Annotated[str | None, option("data", "Dataset: a name, npz:PATH (images, labels) or pfllib:PATH.")] = None,
-    download: Annotated[bool | None, option("download", "Fetch the dataset if it is not here.", "--download")] = None,
-    model: Annotated[str | None, option("model", "Network: a name, or auto.")] = None,
-    partition: Annotated[
-        str | None, option("partition", "iid, pathological, dirichlet, natural or pfllib-compat.")
-    ] = None,
-    alpha: Annotated[float | None, option("alpha", "Dirichlet concentration; small is heterogeneous.")] = None,
-    classes_per_client: Annotated[
-        int | None, option("classes_per_client", "Classes a client holds (pathological).")
-    ] = None,
-    clients: Annotated[int | None, option("clients", "Number of clients.")] = None,
-    rounds: Annotated[int | None, option("rounds", "Number of rounds.")] = None,
-    local_epochs: Annotated[
-        int | None, option("local_epochs", "Epochs of the phase that produces what is sent.")
-    ] = None,
-    batch_size: Annotated[int | None, option("batch_size", "Samples in a local batch.")] = None,
-    lr: Annotated[float | None, option("lr", "Local learning rate.")] = None,
-    participation: Annotated[float | None, option("participation", "Share of the clients asked in a round.")] = None,
-    capture_rounds: Annotated[str | None, option("capture_rounds", "first,last | 0,10,20 | every:10.")] = None,
-    capture_clients: Annotated[str | None, option("capture_clients", "0,1,2 | random:4.")] = None,
-    victims: Annotated[int | None, option("victims", "Victim batches per captured client and round.")] = None,
-    victim_batch: Annotated[int | None, option("victim_batch", "Images in a victim batch.")] = None,
-    victim_steps: Annotated[int | None, option("victim_steps", "Local steps on a victim batch.")] = None,
+    data: options.Data = None,
+    download: options.Download = None,
+    model: options.Model = None,
+    partition: options.Partition = None,
+    alpha: options.Alpha = None,
+    classes_per_client: options.ClassesPerClient = None,
+    clients: options.Clients = None,
+    rounds: options.Rounds = None,
+    local_epochs: options.LocalEpochs = None,
+    batch_size: options.BatchSize = None,
+    lr: options.Lr = None,
+    participation: options.Participation = None,
+    capture_rounds: options.CaptureRounds = None,
+    capture_clients: options.CaptureClients = None,
+    victims: options.Victims = None,
+    victim_batch: options.VictimBatch = None,
+    victim_steps: options.VictimSteps = None,
     iterations: Annotated[int | None, typer.Option(help="Iterations of the attacks. [default: each attack's]")] = None,
     restarts: Annotated[int | None, typer.Option(help="Attempts from new starts. [default: each attack's]")] = None,
+    kind: Annotated[str | None, option("kind", "What is captured and attacked: probe or update.")] = None,
+    adversary: Annotated[
+        str | None,
+        typer.Option(help="server, eavesdropper, client, server-secagg or malicious-server. [default: server]"),
+    ] = None,
+    knowledge: Annotated[str | None, typer.Option(help="wire, oracle, or wire+FLAG,FLAG. [default: wire]")] = None,
     executor: Annotated[str, typer.Option(help="auto, serial or processes; the results are the same bits.")] = "auto",
     folder: Annotated[Path, typer.Option("--out", help="Folder of all audits.")] = Path("audits"),
     name: Annotated[str | None, typer.Option(help="Name of this audit. [default: of method and data]")] = None,
@@ -125,9 +128,9 @@ def _plan(own: dict[str, Any], training: dict[str, Any]) -> Any:
         own["method"],
         **lists,
         **{k: own[k] for k in ("seeds", "seed") if k in own},
-        training=training,
+        training=training | {k: own[k] for k in ("kind",) if k in own},
         settings=parse_assignments(split_assignments(own.get("settings", []))),
-        attacking={k: own[k] for k in ("iterations", "restarts") if k in own},
+        attacking={k: own[k] for k in ATTACKING if k in own},
     )
 
 

@@ -9,61 +9,47 @@ from typing import Annotated, Any
 
 import typer
 
+from pflsec.cli import options
 from pflsec.cli.console import duration, megabytes, number, print_json, progress, say
+from pflsec.cli.options import option
 from pflsec.core.errors import ConfigError, PflsecWarning
 from pflsec.core.files import safe_name
-from pflsec.core.registry import settings_of
 
 WORTH_WORKERS = 60.0  # seconds
-
-
-def option(name: str, help: str, *flags: str) -> Any:
-    """Return a typer option whose help ends with the configuration's default, read from its source: help needs no pydantic."""
-    default = next(s.default for s in settings_of("pflsec.config.train", "TrainConfig") if s.name == name)
-    shown = "none" if default == "None" else default
-    return typer.Option(
-        *(flags or (f"--{name.replace('_', '-')}",)), help=f"{help} [default: {shown}]", show_default=False
-    )
 
 
 def train(
     algo: Annotated[
         str | None, option("algo", "Method: a key from `pflsec list algorithms`, or FILE.py:Class.")
     ] = None,
-    data: Annotated[str | None, option("data", "Dataset: a name, npz:PATH (images, labels) or pfllib:PATH.")] = None,
-    download: Annotated[bool | None, option("download", "Fetch the dataset if it is not here.", "--download")] = None,
-    model: Annotated[str | None, option("model", "Network: a name, or auto.")] = None,
+    data: options.Data = None,
+    download: options.Download = None,
+    model: options.Model = None,
     split: Annotated[str | None, option("split", "Layer with which the head begins.")] = None,
-    partition: Annotated[
-        str | None, option("partition", "iid, pathological, dirichlet, natural or pfllib-compat.")
-    ] = None,
-    alpha: Annotated[float | None, option("alpha", "Dirichlet concentration; small is heterogeneous.")] = None,
-    classes_per_client: Annotated[
-        int | None, option("classes_per_client", "Classes a client holds (pathological).")
-    ] = None,
+    partition: options.Partition = None,
+    alpha: options.Alpha = None,
+    classes_per_client: options.ClassesPerClient = None,
     test: Annotated[
         str | None, option("test", "split: a quarter of each client; given: the dataset's test rows.")
     ] = None,
-    clients: Annotated[int | None, option("clients", "Number of clients.")] = None,
-    rounds: Annotated[int | None, option("rounds", "Number of rounds.")] = None,
-    local_epochs: Annotated[
-        int | None, option("local_epochs", "Epochs of the phase that produces what is sent.")
-    ] = None,
-    batch_size: Annotated[int | None, option("batch_size", "Samples in a local batch.")] = None,
-    lr: Annotated[float | None, option("lr", "Local learning rate.")] = None,
+    clients: options.Clients = None,
+    rounds: options.Rounds = None,
+    local_epochs: options.LocalEpochs = None,
+    batch_size: options.BatchSize = None,
+    lr: options.Lr = None,
     lr_decay: Annotated[float | None, option("lr_decay", "Round t trains with lr * decay^t.")] = None,
-    participation: Annotated[float | None, option("participation", "Share of the clients asked in a round.")] = None,
+    participation: options.Participation = None,
     drop_rate: Annotated[float | None, option("drop_rate", "Share of a cohort whose upload is lost.")] = None,
     settings: Annotated[
         list[str] | None, option("settings", "NAME=VALUE of the method's own settings; repeatable.", "--set")
     ] = None,
     preset: Annotated[str | None, typer.Option(help="paper or pfllib: published settings.", show_default=False)] = None,
     defense: Annotated[list[str] | None, option("defense", "NAME or NAME:k=v,...; in order, repeatable.")] = None,
-    capture_rounds: Annotated[str | None, option("capture_rounds", "first,last | 0,10,20 | every:10 | none.")] = None,
-    capture_clients: Annotated[str | None, option("capture_clients", "0,1,2 | random:4.")] = None,
-    victims: Annotated[int | None, option("victims", "Victim batches per captured client and round.")] = None,
-    victim_batch: Annotated[int | None, option("victim_batch", "Images in a victim batch.")] = None,
-    victim_steps: Annotated[int | None, option("victim_steps", "Local steps on a victim batch.")] = None,
+    capture_rounds: options.CaptureRounds = None,
+    capture_clients: options.CaptureClients = None,
+    victims: options.Victims = None,
+    victim_batch: options.VictimBatch = None,
+    victim_steps: options.VictimSteps = None,
     kind: Annotated[str | None, option("kind", "probe, update or both.")] = None,
     dp_seed: Annotated[int | None, option("dp_seed", "Fixes the privacy noise; for tests only, marks the run.")] = None,
     buffers: Annotated[str | None, option("buffers", "aggregate, local or frozen.")] = None,

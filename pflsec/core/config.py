@@ -1,9 +1,9 @@
 """Configuration models: frozen, extra keys forbidden, every number with a range, a sentence and the paper's value."""
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from pflsec.core.errors import ConfigError, did_you_mean
 
@@ -12,6 +12,15 @@ class Config(BaseModel):
     """Base of every configuration. Values are checked when it is built; NaN and infinities are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _numbers_are_no_switches(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse true and false where a number is due: Python would count them as 1 and 0."""
+        kind = cls.model_fields[info.field_name or ""].annotation
+        if isinstance(value, bool) and {int, float} & {kind, *get_args(kind)} and bool not in {kind, *get_args(kind)}:
+            raise ValueError("it must be a number")
+        return value
 
 
 def at_least(low: float, *, default: Any, about: str = "", **cited: Any) -> Any:

@@ -59,8 +59,8 @@ class ThreatModel:
         """Everything this adversary knows. Raises KnowledgeError for an unknown adversary or flag."""
         if self.adversary not in ADVERSARIES:
             raise KnowledgeError(unknown("adversary", self.adversary, ADVERSARIES))
-        base, _, flags = self.knowledge.partition("+")
-        if base not in ("wire", "oracle") or (flags and base == "oracle"):
+        base, plus, flags = self.knowledge.partition("+")
+        if base not in ("wire", "oracle") or (plus and (base == "oracle" or not flags)):
             raise KnowledgeError(f"knowledge '{self.knowledge}' is not known. Use wire, oracle, or wire+FLAG,FLAG.")
         granted = set(ADVERSARIES[self.adversary]) | (ORACLE if base == "oracle" else set())
         for flag in filter(None, flags.split(",")):
@@ -74,7 +74,8 @@ class ThreatModel:
         missing = [need for need in Knows if need in set(needs) - self.knows]
         if missing:
             words = "; ".join(WORDS[m] for m in missing)
-            flags = ",".join(missing)
+            given = self.knowledge.partition("+")[2]
+            flags = ",".join([*filter(None, [given]), *missing])
             raise KnowledgeError(
                 f"{what} needs {words}, which the adversary '{self.adversary}' with knowledge '{self.knowledge}' does not "
                 f"have. Grant it with --knowledge wire+{flags}, or choose another adversary."

@@ -30,7 +30,7 @@ ALLOWED = {
     "reports": {"core"},
     "runtime": {"core", "config", "data", "models", "training", "wire"},
     "api": {"core", "config", "data", "runtime", "wire", "leakage", "reports"},
-    "audit": {"core", "api", "reports"},
+    "audit": {"config", "core", "api", "reports"},
     "testing": {"core", "config", "runtime", "training"},
     "doctor": {"core", "leakage"},
     "cli": {"audit", "doctor", "core", "config", "data", "runtime", "wire", "leakage", "reports", "api"},

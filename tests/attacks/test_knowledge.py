@@ -1,5 +1,6 @@
 """What an adversary may know is checked before anything runs, and the refusal names the flag that would grant it."""
 
+import re
 from typing import Any
 
 import pytest
@@ -35,7 +36,7 @@ def made(name: str, **options: Any) -> Attack[Any]:
     ],
 )
 def test_what_is_not_known_is_refused_with_the_flag_that_grants_it(name: str, options: dict[str, Any], flag: str):
-    with pytest.raises(KnowledgeError, match=rf"Grant it with --knowledge wire\+{flag}\b") as refusal:
+    with pytest.raises(KnowledgeError, match=rf"Grant it with --knowledge wire\+(\w+,)*{flag}\b") as refusal:
         made(name, **options)
     assert "\n" not in str(refusal.value)
     assert refusal.value.exit_code == 2
@@ -93,6 +94,7 @@ def test_the_oracle_adds_the_truth_and_nothing_else(adversary: str):
     [
         ({"adversary": "sever"}, "did you mean server"),
         ({"adversary": ""}, "Known: client, eavesdropper"),
+        ({"knowledge": "wire+"}, "Use wire, oracle, or wire+FLAG"),
         ({"knowledge": "oracel"}, "Use wire, oracle, or wire+FLAG"),
         ({"knowledge": "oracle+labels"}, "Use wire, oracle, or wire+FLAG"),
         ({"knowledge": "wire+lables"}, "did you mean labels"),
@@ -146,3 +148,8 @@ def test_all_means_all():
 def test_unknown_attacks_are_refused(text: str):
     with pytest.raises(ConfigError, match=r"attack '.*' is not known"):
         attack_names(text)
+
+
+def test_the_remedy_keeps_what_was_granted_already():
+    with pytest.raises(KnowledgeError, match=re.escape("Grant it with --knowledge wire+labels,hyper, or")):
+        ThreatModel("eavesdropper", "wire+labels").require({Knows.HYPER}, "this")

@@ -22,7 +22,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch):
     """Draw no pictures, which take longer than all the rest, and leave the control out."""
     monkeypatch.setattr(plan, "CONTROL", "no such method")
     monkeypatch.setattr(figures, "write_gallery", lambda path, attack: None)
-    monkeypatch.setattr(folder, "write_page", lambda paths, out: None)
+    monkeypatch.setattr(folder, "write_page", lambda paths, out, verdict: None)
 
 
 def audit(tmp_path: Path, method: str, run: bool = True, **options: Any) -> Audit:
@@ -62,6 +62,19 @@ def test_a_byte_for_byte_copy_is_not_distinguished_from_its_original(tmp_path: P
     assert comparison["words"][1].startswith("leaks exactly as much as fedavg under inverting-gradients")
     assert "leaks exactly as much" in (made.path / "verdict.md").read_text()
     assert made.path.stat().st_mode & 0o777 == 0o700
+
+
+def test_real_updates_are_captured_and_attacked_by_whom_the_plan_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pages: list[Any] = []
+    monkeypatch.setattr(folder, "write_page", lambda paths, out, verdict: pages.append(dict(verdict)))
+    who = {"kind": "update", "adversary": "eavesdropper", "knowledge": "wire+hyper,labels"}
+    made = audit(tmp_path, "fedprox", training=SMALL | {"kind": "update"}, attacking=FAST | who)
+    assert set(states(made).values()) == {"done"}
+    for name in states(made):
+        row = scores(made.path / "runs" / name)[0]
+        assert (row["kind"], row["adversary"], row["knowledge"]) == ("update", "eavesdropper", "wire+hyper,labels")
+    assert any("eavesdropper" in sentence for sentence in pages[0]["Threat model"])
+    assert pages[0]["Verdict"][0].startswith("fedprox against fedavg")
 
 
 def test_an_undeclared_item_fails_by_its_name_and_the_rest_goes_on(tmp_path: Path):

@@ -6,7 +6,7 @@ import pytest
 
 from pflsec.audit import plan
 from pflsec.core import registry
-from pflsec.core.errors import ConfigError, RunError
+from pflsec.core.errors import ConfigError, PflsecError, RunError
 from tests.audit.methods import write
 
 
@@ -81,9 +81,12 @@ def test_a_value_without_its_defense_is_refused(text: str):
         ({"defenses": []}, "at least one defense"),
         ({"defenses": ["dp-sdg"]}, "did you mean dp-sgd"),
         ({"attacks": ["dlgg"]}, "did you mean dlg"),
+        ({"attacking": {"adversary": "nobody"}}, "nobody"),
+        ({"attacking": {"knowledge": "wire+everything"}}, "flag 'everything' is not known"),
+        ({"attacking": {"kind": "both"}}, "kind is 'both'"),
         ({"defenses": ["dp-sgd:epsilon=1e+5", "dp-sgd:epsilon=1e5"]}, "two cells"),
     ],
 )
 def test_what_makes_no_audit_is_refused(options: dict, said: str):
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(PflsecError, match=said):
         plan.make("fedrep", **options)

@@ -28,7 +28,7 @@ QUICK = ("--attacks", "ig", "--iterations", "2", "--restarts", "1", "--executor"
 
 @pytest.fixture(autouse=True)
 def _no_pictures(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(folder, "write_page", lambda paths, out: None)
+    monkeypatch.setattr(folder, "write_page", lambda paths, out, verdict: None)
 
 
 def test_an_audit_of_a_file_prints_a_verdict_and_leaves_its_folder(cli: Cli, tmp_path: Path):
@@ -83,6 +83,8 @@ def test_a_dry_run_lists_the_cells_and_writes_nothing(cli: Cli, tmp_path: Path):
         (("fedrep", "--set", "head"), "NAME=VALUE"),
         (("fedrep", "--set", "heads=3"), "no setting 'heads'"),
         (("fedrep", "--rounds", "0"), "rounds is 0"),
+        (("fedrep", "--adversary", "nobody"), "nobody"),
+        (("fedrep", "--kind", "both"), "kind is 'both'"),
         (("fedrep", "--name", "../x"), "not usable as a folder name"),
         (("fedrep", "--executor", "gpu"), "--executor gpu is not known"),
         (("--resume", "nowhere"), "nowhere/audit.json does not exist"),

@@ -24,7 +24,7 @@ def test_the_method_passes_its_test_and_can_be_audited(cli: Cli, tmp_path: Path,
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
     assert f"{len(testing.CHECKS) + 1} passed" in done.stdout
-    monkeypatch.setattr(folder, "write_page", lambda paths, out: None)
+    monkeypatch.setattr(folder, "write_page", lambda paths, out, verdict: None)
     audited = cli.succeed("audit", "my_method.py:MyMethod", "--against", "fedavg", *SMALL, *QUICK)
     assert "my_method against fedavg" in audited.out
 

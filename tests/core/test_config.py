@@ -98,3 +98,17 @@ def test_unknown_knowledge_is_refused(knowledge: str):
 def test_an_unknown_adversary_is_refused():
     with pytest.raises(KnowledgeError, match="did you mean server"):
         _ = ThreatModel("servr").knows
+
+
+@pytest.mark.parametrize("field", ["share", "most", "maybe"])
+def test_a_switch_is_no_number(field: str):
+    class Numbers(Config):
+        share: float = at_least(0, default=0.5)
+        most: int = at_least(0, default=3)
+        maybe: float | None = above(0, default=None)
+        on: bool = option(default=False)
+        either: bool | int = option(default=1)
+
+    with pytest.raises(ConfigError, match=f"numbers: {field} is True; it must be a number"):
+        build(Numbers, {field: True}, "numbers")
+    assert build(Numbers, {"on": True, "either": True}, "numbers").on is True

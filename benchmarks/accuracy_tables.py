@@ -1,0 +1,142 @@
+"""Accuracy of every method under one protocol: the tables in docs/tables, and the rows that they come from.
+
+    python -m benchmarks.accuracy_tables digits                      all methods, 20 clients, Dirichlet 0.1, 20 rounds, 3 seeds
+    python -m benchmarks.accuracy_tables mnist300 mnist70k.npz       ten methods, natural clients cut to 300 rows, 10 rounds
+
+Runs that stand in the CSV file are not made again. Seconds are of one thread on this machine, beside other work: compare
+them within a table.
+"""
+
+import csv
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from pflsec import api
+from pflsec.core import registry
+from pflsec.core.files import write_text
+from pflsec.data.datasets import Dataset
+
+FOLDER = Path(__file__).parents[1] / "docs" / "tables"
+COLUMNS = ("method", "seed", "mean", "worst10", "global", "bytes_down", "bytes_up", "seconds")
+TEN = ("fedavg", "scaffold", "fedrep", "ditto", "fedproto", "fedala", "fedcp", "gpfl", "pfedme", "apple", "local")
+
+Job = tuple[str, int, dict[str, Any], str | None]
+"""Method, seed, options, and the file of a dataset in place of the configured one."""
+
+
+def digits() -> list[Job]:
+    """Return the runs of the table of all methods."""
+    options = {"data": "digits", "alpha": 0.1, "clients": 20, "rounds": 20}
+    return [(key, seed, options, None) for key in registry.names("algorithms") for seed in range(3)]
+
+
+def mnist300(path: str) -> list[Job]:
+    """Return the runs on PFLlib's division of MNIST with PFLlib's settings."""
+    options = {"partition": "natural", "test": "given", "rounds": 10}
+    common = {"lr": 0.005, "batch_size": 10, "local_epochs": 1}
+    return [(key, 0, options | common, path) for key in TEN]
+
+
+def run(job: Job) -> dict[str, Any]:
+    """Make one run in a folder that is thrown away; return its row."""
+    key, seed, options, path = job
+    presets = registry.load("algorithms", key).presets
+    preset = "pfllib" if path and "pfllib" in presets else None
+    own: dict[str, Any] = {k: v for k, v in presets.get(preset or "", {}).items() if k not in options}
+    common = {"participation", "local_epochs", "batch_size", "lr", "rounds"}
+    settings = {k: v for k, v in own.items() if k not in common}
+    dataset: Dataset | None = None
+    if path:
+        from benchmarks.bench_training import mnist300 as cut
+
+        dataset = cut(path)
+    with tempfile.TemporaryDirectory() as folder:
+        setup = api.plan_training(
+            {"algo": key, "seed": seed, "capture_rounds": "none", "settings": settings, **options}, dataset=dataset
+        )
+        done = api.run_training(setup, name="run", runs_dir=Path(folder), executor="serial")
+        metrics = done.metrics
+    last = metrics.iloc[-1]
+    return {
+        "method": key,
+        "seed": seed,
+        "mean": round(float(last["personal_accuracy_mean"]), 4),
+        "worst10": round(float(last["personal_accuracy_worst10"]), 4),
+        "global": None if pd.isna(last["global_accuracy"]) else round(float(last["global_accuracy"]), 4),
+        "bytes_down": int(metrics["bytes_down"].sum()),
+        "bytes_up": int(metrics["bytes_up"].sum()),
+        "seconds": round(float(metrics["seconds_train"].median()), 3),
+    }
+
+
+def missing(jobs: Sequence[Job], path: Path) -> list[Job]:
+    """Return the runs that have no row yet."""
+    there = set()
+    if path.exists():
+        table = pd.read_csv(path)
+        there = set(zip(table["method"], table["seed"], strict=True))
+    return [job for job in jobs if job[:2] not in there]
+
+
+def rows(jobs: Sequence[Job]) -> Iterator[Mapping[str, Any]]:
+    """Make the runs on all cores, one thread each; yield rows as they come."""
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        waiting = {pool.submit(run, job): job for job in jobs}
+        for future in as_completed(waiting):
+            try:
+                yield future.result()
+            except Exception as error:
+                print(f"{waiting[future][:2]}: {error}", file=sys.stderr, flush=True)
+
+
+def summary(table: pd.DataFrame, clients: int, rounds: int) -> str:
+    """Return the Markdown table: means over seeds, the best method first."""
+    found = []
+    for key, group in table.groupby("method"):
+        spread = "" if len(group) == 1 else f" ± {100 * group['mean'].std():.1f}"
+        common = "" if group["global"].isna().all() else f"{100 * group['global'].mean():.1f}"
+        per_client = [f"{group[c].mean() / clients / rounds / 1e3:,.1f}" for c in ("bytes_down", "bytes_up")]
+        found.append((
+            -group["mean"].mean(),
+            f"| {key} | {100 * group['mean'].mean():.1f}{spread} | {100 * group['worst10'].mean():.1f} | {common} "
+            f"| {per_client[0]} | {per_client[1]} | {group['seconds'].median():.2f} |",
+        ))  # fmt: skip
+    head = (
+        "| method | personal accuracy, % | worst tenth, % | global model, % | down, kB | up, kB | s/round |\n"
+        "|---|---|---|---|---|---|---|"
+    )
+    return "\n".join([head, *(line for _, line in sorted(found))]) + "\n"
+
+
+def main(words: Sequence[str]) -> None:
+    name = words[0] if words else ""
+    if name not in ("digits", "mnist300") or (name == "mnist300") != (len(words) == 2):
+        sys.exit(__doc__)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    jobs = digits() if name == "digits" else mnist300(words[1])
+    path = FOLDER / f"accuracy-{name}.csv"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        if new:
+            writer.writeheader()
+        for row in rows(missing(jobs, path)):
+            writer.writerow(row)
+            file.flush()
+            print(row, flush=True)
+    table = pd.read_csv(path).sort_values(["method", "seed"])
+    table.to_csv(path, index=False)
+    write_text(path.with_suffix(".md"), summary(table, 20, 20 if name == "digits" else 10))
+    print(path.with_suffix(".md").read_text())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

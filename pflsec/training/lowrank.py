@@ -86,9 +86,8 @@ class Leading(torch.autograd.Function):
         gap = s[:k].square() - s.square()[:, None]
         near = gap.abs() <= torch.finfo(s.dtype).eps * s[:1].square()
         f = torch.where(near, 0, 1 / torch.where(near, 1, gap))
-        core = torch.zeros(len(s), len(s), dtype=s.dtype)
-        core[:, :k] = f * (a * s[:k] + b * s[:, None])
-        core[:k] += (f * (a * s[:, None] + b * s[:k])).T
-        core[:k, :k] += torch.diag(to_s)
-        outside_u, outside_v = to_u - u @ a, to_v - b.T @ v
-        return u @ core @ v + (outside_u / s[:k]) @ v[:k] + (u[:, :k] / s[:k]) @ outside_v, None
+        columns, rows = f * (a * s[:k] + b * s[:, None]), (f * (a * s[:, None] + b * s[:k])).T
+        columns[range(k), range(k)] += to_s
+        from_u = u @ columns + (to_u - u @ a) / s[:k]
+        from_v = rows @ v + (to_v - b.T @ v) / s[:k, None]
+        return from_u @ v[:k] + u[:, :k] @ from_v, None

@@ -36,12 +36,10 @@ LEAST = 1e-8  # of S, which divides
 
 
 class FedKDConfig(PrivateStart):
-    start_energy: float = between(
-        0, 1, default=0.95, about="energy kept of a change at first", paper=0.95, code=0.95, pfllib=0.95
-    )
-    end_energy: float = between(0, 1, default=0.98, about="energy kept in the end", paper=0.98, code=0.98, pfllib=0.98)
+    start_energy: float = between(0, 1, default=0.95, about="energy kept of a change at first", code=0.95, pfllib=0.95)
+    end_energy: float = between(0, 1, default=0.98, about="energy kept in the end", code=0.98, pfllib=0.98)
     energy_rounds: int = at_least(
-        1, default=50, about="rounds in which the energy goes from first to last", paper="all", pfllib="all"
+        1, default=50, about="rounds in which the energy goes from first to last", code="all", pfllib="all"
     )
     joint: bool = option(
         default=False, about="each model follows both losses: nothing is held constant", code=True, pfllib=True

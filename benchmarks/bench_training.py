@@ -1,9 +1,10 @@
 """Training and evaluation against a plain PyTorch loop, interleaved in one run: MNIST, 20 clients of at most 300 samples.
 
-Marks: training of fedavg with two workers >= 1.3 times as fast as the loop (DataLoader, torch.optim.SGD, default threads);
-evaluation of the same models on the same rows >= 2 times; fedrep >= 2 times the loop that runs both phases in full.
+Marks: training of fedavg with two workers >= 1.3 times as fast as the loop (DataLoader, torch.optim.SGD, default threads),
+with an MLP >= 2 times; evaluation of the same models on the same rows >= 2 times; fedrep >= 2 times the loop that runs both
+phases in full.
 
-    python -m benchmarks.bench_training mnist70k.npz      images, labels, client (natural ids), is_test
+    python -m benchmarks.bench_training mnist70k.npz [PAIRS]      images, labels, client (natural ids), is_test
 """
 
 import statistics
@@ -19,13 +20,13 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.common import row, table
 from pflsec.config.train import resolve
 from pflsec.data.datasets import Dataset, from_arrays
-from pflsec.models.cnn import cnn
+from pflsec.core import registry
 from pflsec.runtime.executor import one_thread
 from pflsec.runtime.pool import Processes
 from pflsec.runtime.rounds import Federated
 from pflsec.runtime.setup import Setup, prepare
 
-PAIRS, TRAIN, TEST, LR, BATCH = 7, 300, 100, 0.005, 10
+TRAIN, TEST, LR, BATCH = 300, 100, 0.005, 10
 
 
 def mnist300(path: str) -> Dataset:
@@ -46,7 +47,8 @@ def mnist300(path: str) -> Dataset:
 def plain_round(setup: Setup, head_epochs: int) -> tuple[float, float]:
     """Return seconds of (training, evaluation) of one round as one would write it without a library."""
     clients = range(setup.federation.clients)
-    model, began = cnn((1, 28, 28), 10), time.perf_counter()
+    model = registry.load("models", setup.config.model)((1, 28, 28), 10)
+    began = time.perf_counter()
     start, trained = {k: v.clone() for k, v in model.state_dict().items()}, []
     for client in clients:
         model.load_state_dict(start)
@@ -72,9 +74,17 @@ def plain_round(setup: Setup, head_epochs: int) -> tuple[float, float]:
     return middle - began, time.perf_counter() - middle
 
 
-def compare(algo: str, dataset: Dataset, head_epochs: int) -> None:
+def compare(algo: str, model: str, dataset: Dataset, head_epochs: int, pairs: int) -> None:
     """Print the ratios plain / ours of one method."""
-    options = {"algo": algo, "partition": "natural", "test": "given", "rounds": 99, "lr": LR, "capture_rounds": "none"}
+    options = {
+        "algo": algo,
+        "model": model,
+        "partition": "natural",
+        "test": "given",
+        "rounds": 99,
+        "lr": LR,
+        "capture_rounds": "none",
+    }
     if head_epochs:
         options["settings"] = {"head_epochs": head_epochs}
     setup = prepare(resolve(options), dataset)
@@ -84,24 +94,25 @@ def compare(algo: str, dataset: Dataset, head_epochs: int) -> None:
         with one_thread():
             federated.advance()
         ratios, steps = [], sum(-(-n // BATCH) for n in setup.federation.sizes())
-        for _ in range(PAIRS):
+        for _ in range(pairs):
             torch.set_num_threads(threads)
             plain = plain_round(setup, head_epochs)
             with one_thread():
                 ours, _ = federated.advance()
             ratios.append((plain[0] / ours["seconds_train"], plain[1] / ours["seconds_eval"], ours["seconds_train"]))
     training, evaluation, seconds = (statistics.median(column) for column in zip(*ratios, strict=True))
-    row([algo, training, evaluation, seconds, steps / seconds])
+    row([f"{algo}, {model}", training, evaluation, seconds, steps / seconds])
 
 
 def main() -> None:
-    if len(sys.argv) != 2:
+    if len(sys.argv) not in (2, 3):
         print("skipped: give the path of an npz file with MNIST (images, labels, client, is_test)")
         return
-    dataset = mnist300(sys.argv[1])
+    dataset, pairs = mnist300(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) == 3 else 7
     table("Plain loop / ours, 2 workers", ["method", "training", "evaluation", "ours s/round", "main steps/s"], [])
-    compare("fedavg", dataset, 0)
-    compare("fedrep", dataset, 10)
+    compare("fedavg", "cnn", dataset, 0, pairs)
+    compare("fedavg", "mlp", dataset, 0, pairs)
+    compare("fedrep", "cnn", dataset, 10, pairs)
 
 
 if __name__ == "__main__":

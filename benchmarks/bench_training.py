@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.common import row, table
 from pflsec.config.train import resolve
-from pflsec.data.datasets import Dataset, from_arrays
 from pflsec.core import registry
+from pflsec.data.datasets import Dataset, from_arrays
 from pflsec.runtime.executor import one_thread
 from pflsec.runtime.pool import Processes
 from pflsec.runtime.rounds import Federated

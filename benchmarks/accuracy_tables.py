@@ -123,12 +123,12 @@ def main(words: Sequence[str]) -> None:
     jobs = digits() if name == "digits" else mnist300(words[1])
     path = FOLDER / f"accuracy-{name}.csv"
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = not path.exists()
+    new, todo = not path.exists(), missing(jobs, path)
     with path.open("a", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         if new:
             writer.writeheader()
-        for row in rows(missing(jobs, path)):
+        for row in rows(todo):
             writer.writerow(row)
             file.flush()
             print(row, flush=True)

@@ -39,6 +39,14 @@ def uploads(ex: Exchange) -> dict[int, Items]:
     }
 
 
+def opening(case: Case) -> int:
+    """Return the first round of training: a method may begin with a round that sends statistics and none of its weights."""
+    ex = exchange(case, after=0)
+    contract = ex.setup.algorithm.contract
+    weights = {name for name in contract.items("up") if contract.kind("up", name).startswith("weights")}
+    return int(bool(weights) and not weights & message(ex, "up").keys())
+
+
 # --- pure functions of plain tensors
 
 
@@ -352,7 +360,7 @@ def test_the_aggregate_does_not_depend_on_the_order_of_clients(case: Case):
 @for_every_case
 def test_every_trained_part_moves(case: Case):
     """Also with a learning rate that is small: nothing of the network that is trained may stand still."""
-    ex = exchange(case, after=0)
+    ex = exchange(case, after=opening(case))
     algorithm = ex.setup.algorithm
     done = algorithm.local(ex.context(lr=1e-6), ex.state, ex.down)
     before = algorithm.deploy(ex.state, ex.down)
@@ -364,7 +372,7 @@ def test_every_trained_part_moves(case: Case):
 @for_every_case
 def test_training_loss_falls_on_classes_that_are_easy_to_tell_apart(case: Case):
     losses = [turn.metrics["train_loss"] for turn in toys.play(case.key, 5, settings=dict(case.settings), lr=0.05)]
-    assert losses[-1] < losses[0]
+    assert losses[-1] < losses[opening(case)]
 
 
 # --- settings

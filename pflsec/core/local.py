@@ -77,9 +77,16 @@ class Local(Protocol):
         ...
 
     def step(
-        self, params: Mapping[str, Tensor], on: LossPerExample, x: Tensor, y: Tensor, *, lr: float | None = None
+        self,
+        params: Mapping[str, Tensor],
+        on: LossPerExample,
+        x: Tensor,
+        y: Tensor,
+        *,
+        lr: float | None = None,
+        phase: str = "main",
     ) -> Items:
-        """Return `params` after one SGD step on one batch."""
+        """Return `params` after one SGD step on one batch. Its loss counts as the client's training loss in phase main."""
         ...
 
     def row_sets(self, count: int, epochs: int | None = None, phase: str = "main") -> Iterator[tuple[Tensor, ...]]:

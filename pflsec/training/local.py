@@ -143,10 +143,17 @@ class LocalWork:
         return self._batches(self.x, epochs, phase)
 
     def step(
-        self, params: Mapping[str, Tensor], on: LossPerExample, x: Tensor, y: Tensor, *, lr: float | None = None
+        self,
+        params: Mapping[str, Tensor],
+        on: LossPerExample,
+        x: Tensor,
+        y: Tensor,
+        *,
+        lr: float | None = None,
+        phase: str = "main",
     ) -> Items:
-        held = self.driver.begin(params)
-        gradients = self._step_gradient(held, on, x, y, None, self.rng("step"), None)
+        held, log = self.driver.begin(params), self.losses if phase == "main" else None
+        gradients = self._step_gradient(held, on, x, y, None, self.rng("step"), log)
         return self.driver.end(self.driver.move(held, gradients, self.lr if lr is None else lr))
 
     def row_sets(self, count: int, epochs: int | None = None, phase: str = "main") -> Iterator[tuple[Tensor, ...]]:

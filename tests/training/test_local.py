@@ -179,6 +179,15 @@ def test_the_full_gradient_is_over_all_rows_at_once(driver: Any):
     assert torch.allclose(features, toys.hand_features(start, x), atol=1e-15)
 
 
+def test_a_step_of_the_main_phase_counts_as_training_loss():
+    ctx, start = ten(), toys.tiny().fresh(0)
+    once = ctx.step(start, ctx.ce, ctx.x, ctx.y)
+    ctx.step(start, ctx.ce, ctx.x, ctx.y, phase="other")
+    ctx.step(once, ctx.ce, ctx.x, ctx.y)
+    expected = [toys.hand_loss(model, ctx.x, ctx.y).item() for model in (start, once)]
+    assert [loss.item() for loss in ctx.losses] == pytest.approx(expected)
+
+
 def test_losses_are_those_of_the_main_phase_before_each_step():
     ctx, start = ten(epochs=2), toys.tiny().fresh(0)
     ctx.fit(start, on=ctx.ce, phase="other")

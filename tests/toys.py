@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -47,6 +47,17 @@ def tiny_module() -> nn.Module:
 def tiny() -> Network:
     """Return the functional view of `tiny_module`, in torch's default dtype."""
     return Network(tiny_module, SHAPE, CLASSES)
+
+
+def cut(all_in: Literal["body", "head"]) -> Network:
+    """Return the tiny network with all its parameters in one part."""
+
+    def with_an_end() -> nn.Module:
+        module = tiny_module()
+        module.add_module("end", nn.Identity())
+        return module
+
+    return Network(with_an_end, SHAPE, CLASSES, "fc1" if all_in == "head" else "end")
 
 
 def dataset(train: Sequence[int] = TRAIN, held: Sequence[Sequence[int]] = HELD, test: int = 3) -> Dataset:

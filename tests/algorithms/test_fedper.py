@@ -165,7 +165,10 @@ def test_a_head_that_was_away_meets_the_newest_body():
     for row in turn.rows:
         client = row["client"]
         x, y = made.federation.test(client)
-        model = turn.next_server | select(turn.next_states[client], "head")
+        state = turn.next_states[client]
+        model = turn.next_server | select(state, "head")
+        deployed = made.algorithm.deploy(state, made.algorithm.downlink(turn.next_server, client))
+        assert toys.same(select(deployed, "body", "head"), model)
         right = (made.net.logits(model, x).argmax(1) == y).double().mean()
         assert row["accuracy_post_agg"] == pytest.approx(float(right))
 

@@ -173,6 +173,8 @@ def test_a_client_is_tested_with_its_own_body_under_the_newest_head(settings: di
         x, y = made.federation.test(client)
         body = warm if settings and client not in own else turns[-1].next_states[client]
         model = select(turns[-1].next_server, "head") | body
+        down = made.algorithm.downlink(turns[-1].next_server, client)
+        assert toys.same(made.algorithm.deploy(turns[-1].next_states[client], down), model)
         right = (made.net.logits(model, x).argmax(1) == y).double().mean()
         assert row["accuracy_post_agg"] == pytest.approx(float(right))
 

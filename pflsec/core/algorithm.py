@@ -84,8 +84,12 @@ class Algorithm(Generic[C]):
         """Return the server's next items from the accepted uploads {client: items}, in client order; never called empty."""
         raise TypeError(f"{type(self).__name__} does not define aggregate(); every method must.")
 
+    def serve(self, server: Items, client: int) -> Items:
+        """Return what `deploy` is given of the server now: the downlink, unless the model to use is not the one to train."""
+        return self.downlink(server, client)
+
     def deploy(self, state: Items, down: Items) -> Items:
-        """Return the items of the model that is tested on the client's data; `down` is what it would be sent now."""
+        """Return the items of the model that is tested on the client's data; `down` is what `serve` gives now."""
         return select(down, *self.shared) | select(state, *self.private)
 
     def deploy_trained(self, state: Items, down: Items, up: Items) -> Items:

@@ -16,7 +16,7 @@ def everybody(
     """Return accuracies before round t: every client's with the model that it would use now, those of the clients in
     `trained` with the models given there, and the global model's on the global test rows, or None."""
     algorithm, count = setup.algorithm, setup.federation.clients
-    deployed = [algorithm.deploy(states[c], algorithm.downlink(server, c)) for c in range(count)]
+    deployed = [algorithm.deploy(states[c], algorithm.serve(server, c)) for c in range(count)]
     trials = [Trial(t, c, items) for c, items in [*enumerate(deployed), *trained.items()]]
     common = algorithm.global_model(server)
     again = common is not None and not _tested_already(setup, deployed, common)

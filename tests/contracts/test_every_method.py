@@ -80,6 +80,7 @@ def test_the_server_and_the_observer_leave_their_inputs_alone(case: Case):
     before = [toys.snapshot(items) for items in given]
     algorithm.aggregate(ex.server, ups)
     algorithm.downlink(ex.server, CLIENT)
+    algorithm.serve(ex.server, CLIENT)
     algorithm.deploy(ex.state, ex.down)
     algorithm.deploy_trained(ex.state, ex.down, ups[CLIENT])
     algorithm.scores(algorithm.deploy(ex.state, ex.down), ex.context().x)

@@ -2,6 +2,7 @@
 
 import csv
 import io
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -130,6 +131,33 @@ def test_the_global_accuracy_is_the_global_models_although_clients_add_to_it():
     assert turn.metrics["personal_accuracy_weighted"] == pytest.approx(float((y == 0).double().mean()))
     assert turn.metrics["global_accuracy"] == pytest.approx(hand_accuracy(turn.next_server, x, y))
     assert turn.metrics["global_accuracy"] != turn.metrics["personal_accuracy_weighted"]
+
+
+class ServesItsFirstModel(FedAvg):
+    """A method whose model to use is another one than the model that it sends."""
+
+    def init_server(self, fresh: Items) -> Items:
+        return super().init_server(fresh) | {f"first.{k}": v for k, v in fresh.items()}
+
+    def downlink(self, server: Items, client: int) -> Items:
+        return {k: v for k, v in server.items() if not k.startswith("first.")}
+
+    def serve(self, server: Items, client: int) -> Items:
+        return {k.removeprefix("first."): v for k, v in server.items() if k.startswith("first.")}
+
+    def aggregate(self, server: Items, ups: Mapping[int, Items]) -> Items:
+        return server | super().aggregate(server, ups)
+
+
+def test_what_is_tested_is_what_the_server_serves_not_what_it_sends():
+    """The first model is tested in every round, while training goes on and leaves other models."""
+    made = toys.setup(ServesItsFirstModel, rounds=2, **EARLY | {"lr": 0.5, "local_epochs": 9})
+    for turn in toys.rounds(made):
+        for row in turn.rows:
+            x, y = made.federation.test(row["client"])
+            assert row["accuracy_post_agg"] == pytest.approx(hand_accuracy(made.server_fresh, x, y))
+            assert row["accuracy_post_local"] == pytest.approx(hand_accuracy(turn.ups[row["client"]], x, y))
+    assert any(row["accuracy_post_agg"] != row["accuracy_post_local"] for row in turn.rows)
 
 
 @pytest.mark.parametrize(

@@ -220,3 +220,13 @@ def test_an_unrolled_result_knows_the_start_it_came_from():
     measured = (bias(point + step) - bias(point - step))[0] / 2e-6
     assert slope[0].item() == pytest.approx(measured.item(), rel=1e-6)
     assert 0.9 < slope[0].item() < 1
+
+
+def test_labels_become_probabilities_also_where_examples_are_mapped_over():
+    """A guard takes each example's gradient by vmap, which refuses to look at values; probabilities pass unchanged."""
+    ctx, y = toys.work(*toys.batch()), toys.batch()[1]
+    expected = nn.functional.one_hot(y, toys.CLASSES).to(ctx.x.dtype)
+    assert torch.equal(ctx.one_hot(y), expected)
+    assert torch.equal(torch.func.vmap(lambda row: ctx.one_hot(row[None])[0])(y), expected)
+    assert ctx.one_hot(expected) is expected
+    assert ctx.one_hot(y).dtype == ctx.x.dtype

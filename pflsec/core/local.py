@@ -83,10 +83,14 @@ class Local(Protocol):
         x: Tensor,
         y: Tensor,
         *,
+        penalty: Penalty | None = None,
         lr: float | None = None,
         phase: str = "main",
     ) -> Items:
-        """Return `params` after one SGD step on one batch. Its loss counts as the client's training loss in phase main."""
+        """Return `params` after one SGD step on one batch, on mean(on) + penalty.
+
+        phase        the main one's losses are reported, as those of `fit` are
+        """
         ...
 
     def row_sets(self, count: int, epochs: int | None = None, phase: str = "main") -> Iterator[tuple[Tensor, ...]]:

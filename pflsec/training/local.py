@@ -149,11 +149,12 @@ class LocalWork:
         x: Tensor,
         y: Tensor,
         *,
+        penalty: Penalty | None = None,
         lr: float | None = None,
         phase: str = "main",
     ) -> Items:
         held, log = self.driver.begin(params), self.losses if phase == "main" else None
-        gradients = self._step_gradient(held, on, x, y, None, self.rng("step"), log)
+        gradients = self._step_gradient(held, on, x, y, penalty, self.rng("step"), log)
         return self.driver.end(self.driver.move(held, gradients, self.lr if lr is None else lr))
 
     def row_sets(self, count: int, epochs: int | None = None, phase: str = "main") -> Iterator[tuple[Tensor, ...]]:

@@ -170,6 +170,19 @@ def test_one_step_is_one_step_of_a_fit(driver: Any):
 
 
 @both
+def test_one_step_takes_a_penalty_and_reports_its_loss_as_a_fit_does(driver: Any):
+    """The loss is the data's alone; another phase reports none."""
+    (ctx, other), start = (ten(driver) for _ in range(2)), toys.tiny().fresh(0)
+    slope = linear(toys.tiny().fresh(1))
+    step = ctx.step(start, ctx.ce, ctx.x, ctx.y, penalty=slope, lr=0.3)
+    assert toys.distance(step, other.fit(start, on=other.ce, penalty=slope, lr=0.3)) == 0
+    assert [v.item() for v in ctx.losses] == [v.item() for v in other.losses]
+    assert len(ctx.losses) == 1
+    ctx.step(start, ctx.ce, ctx.x, ctx.y, phase="other")
+    assert len(ctx.losses) == 1
+
+
+@both
 def test_the_full_gradient_is_over_all_rows_at_once(driver: Any):
     """Also where the rows are worked off in pieces: 250 rows, pieces of 100."""
     x, y = toys.batch(250)

@@ -159,3 +159,10 @@ def linear(slope: Mapping[str, Tensor]) -> Penalty:
         return torch.stack([(slope[k] * p).sum() for k, p in params.items()]).sum()
 
     return penalty
+
+
+def paced(ctx: Local, value: Tensor, ratio: float) -> Tensor:
+    """Return a parameter's value; a step's gradient reaches it times `ratio`, so it moves at that multiple of the step's
+    learning rate. An upload is differentiable through it as ever."""
+    still = ctx.constant(value)
+    return still + ratio * (value - still)

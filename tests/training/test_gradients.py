@@ -8,6 +8,7 @@ from torch import Tensor
 
 from pflsec.core.errors import PrivacyError
 from pflsec.core.items import Items, combine
+from pflsec.core.local import paced
 from pflsec.training.local import Training, Unrolled
 from tests import toys
 
@@ -131,6 +132,31 @@ def test_a_constant_is_followed_when_the_result_is_differentiated():
     ctx = ten(Unrolled, epochs=2)
     found = ctx.fit({"w": w}, on=lambda p, x, y: (p["w"] * ctx.constant(2 * p["w"])).expand(len(y)))["w"]
     assert torch.autograd.grad(found, w)[0].item() == pytest.approx(0.8**2)
+
+
+@both
+def test_a_paced_parameter_moves_at_its_own_rate(driver: Any):
+    """<w, w>/2 of two numbers, one of them at a third of the pace: each w moves by its own rate times w."""
+    ctx, start = ten(driver), {"fast": torch.tensor([3.0]), "slow": torch.tensor([3.0])}
+
+    def loss(p: Items, x: Tensor, y: Tensor) -> Tensor:
+        return (p["fast"].square() / 2 + paced(ctx, p["slow"], 1 / 3).square() / 2).expand(len(y))
+
+    found = ctx.fit(start, on=loss)
+    assert found["fast"].item() == pytest.approx(3 - 0.1 * 3, abs=1e-15)
+    assert found["slow"].item() == pytest.approx(3 - 0.1 * 3 / 3, abs=1e-15)
+
+
+def test_a_paced_parameter_is_followed_when_the_result_is_differentiated():
+    """w' = w - lr r w, so dw'/dw = 1 - 0.1 r a step; at pace 0 nothing moves, to the last bit."""
+    w = torch.tensor([3.0], requires_grad=True)
+    for ratio in (0.0, 0.5):
+        ctx = ten(Unrolled, epochs=2)
+        found = ctx.fit({"w": w}, on=lambda p, x, y, c=ctx, r=ratio: (paced(c, p["w"], r).square() / 2).expand(len(y)))[
+            "w"
+        ]
+        assert torch.autograd.grad(found, w)[0].item() == pytest.approx((1 - 0.1 * ratio) ** 2, abs=1e-15)
+        assert (found.item() == 3) == (ratio == 0)
 
 
 # --- a part of the rows

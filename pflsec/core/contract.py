@@ -37,7 +37,8 @@ class Contract:
     A key is an item's name, or `part.*` / `prefix.part.*` / `prefix.*` for the network's parameters of a part (or all of
     them), under a prefix. A trailing '?' marks an item that some configurations send and others do not.
     A value is a kind, and for items that are no parameters a shape: `prototypes [held, d]`. C is the number of classes,
-    d the feature dimension; any other letter stands for one size throughout a message.
+    d the feature dimension; any other letter stands for one size throughout a message. Parameters of several models in one
+    item: `weights [m, ...]`, where the dots stand for the parameter's own shape.
     """
 
     method: str
@@ -96,19 +97,23 @@ class Contract:
     def _check_shape(self, name: str, text: str, value: Tensor, sizes: dict[str, int], where: str) -> None:
         match = DECLARATION.fullmatch(text)
         assert match is not None  # checked when the contract was made
+        ends = [p for p in self.net.shapes if name == p or name.endswith("." + p)]
+        parameter = max(ends, key=len, default=None)  # a body may hold a module called body, or head
+        own = list(self.net.shapes[parameter]) if parameter else []
         if match["shape"] is None:
-            ends = [p for p in self.net.shapes if name == p or name.endswith("." + p)]
-            parameter = max(ends, key=len, default=None)  # a body may hold a module called body, or head
-            expected = list(self.net.shapes[parameter]) if parameter else []
+            expected = own
         else:
             letters = [s.strip() for s in match["shape"].split(",") if s.strip()]
-            if len(letters) != value.dim():
+            tail = own if letters[-1:] == ["..."] else []
+            letters = letters[:-1] if letters[-1:] == ["..."] else letters
+            if len(letters) + len(tail) != value.dim():
                 raise WireError(
                     f"{where}: item '{name}' has shape {list(value.shape)}; its contract says [{match['shape']}]."
                 )
             expected = [
-                int(s) if s.isdigit() else sizes.setdefault(s, n) for s, n in zip(letters, value.shape, strict=True)
-            ]
+                int(s) if s.isdigit() else sizes.setdefault(s, n)
+                for s, n in zip(letters, value.shape[: len(letters)], strict=True)
+            ] + tail
         if list(value.shape) != expected:
             raise WireError(
                 f"{where}: item '{name}' of {self.method} has shape {list(value.shape)}; it must be {expected}."

@@ -113,3 +113,15 @@ def weighted_mean(many: Iterable[Mapping[str, Tensor]], weights: Iterable[float]
         for k, v in items.items():
             mean[k].add_(v, alpha=weight / total)
     return mean
+
+
+def repeated(items: Mapping[str, Tensor], count: int) -> Items:
+    """Return so many copies of every item in one, [count, ...]: a table with a row for each client, say."""
+    return {k: v.expand(count, *v.shape).clone() for k, v in items.items()}
+
+
+def with_rows(table: Mapping[str, Tensor], rows: Mapping[int, Mapping[str, Tensor]]) -> Items:
+    """Return a table of items, [count, ...] each, with these of its rows replaced; at least one."""
+    who = torch.tensor(list(rows))
+    latest = combine(lambda *many: torch.stack(many), *rows.values())
+    return combine(lambda old, new: old.index_copy(0, who, new), table, latest)

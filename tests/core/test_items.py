@@ -97,3 +97,15 @@ def test_bytes_are_counted_without_scalars():
     """2 float32 and one [1, 1]: 12 bytes; 0-d items ride in the header; three flags are three bytes."""
     assert it.size_in_bytes(A) == 12
     assert it.size_in_bytes({"held": torch.zeros(3, dtype=torch.bool), "e": torch.zeros(0, 3)}) == 3
+
+
+def test_a_table_has_a_row_for_each_model_and_some_of_them_can_be_replaced():
+    table = it.repeated(A, 3)
+    assert {k: tuple(v.shape) for k, v in table.items()} == {"body.w": (3, 2), "body.b": (3,), "head.w": (3, 1, 1)}
+    other = {k: v + 1 for k, v in A.items()}
+    changed = it.with_rows(table, {2: other, 0: A})
+    assert all(toys.same({k: v[i] for k, v in changed.items()}, A) for i in (0, 1))
+    assert toys.same({k: v[2] for k, v in changed.items()}, other)
+    assert toys.same(table, it.repeated(A, 3))
+    with pytest.raises(KeyError, match=r"head\.w"):
+        it.with_rows(table, {1: it.select(A, "body")})

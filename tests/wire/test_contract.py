@@ -9,7 +9,7 @@ from torch import nn
 
 from pflsec.core.contract import KINDS, Contract, kind_of
 from pflsec.core.errors import WireError
-from pflsec.core.items import Items, prefixed, select
+from pflsec.core.items import Items, prefixed, repeated, select
 from pflsec.models.network import Network
 from tests import toys
 
@@ -136,3 +136,17 @@ def test_names_of_parts_need_no_module_of_that_name():
     net = Network(lambda: nn.Sequential(OrderedDict(flat=nn.Flatten(), fc=nn.Linear(16, 3))), toys.SHAPE, 3)
     assert list(contract({"body.*": "weights"}, net).items("up")) == []
     assert list(contract({"head.*": "weights"}, net).items("up")) == HEAD
+
+
+def test_one_item_may_hold_a_parameter_of_several_models():
+    """The same number of models in every item of a message, each of the network's own shape; also of none."""
+    declared = {"peer.*": "weights [m, ...]"}
+    for count in (0, 1, 3):
+        check(declared, prefixed("peer", repeated(toys.tiny().fresh(0), count)))
+    many = prefixed("peer", repeated(toys.tiny().fresh(0), 3))
+    with pytest.raises(WireError, match=r"'peer\.head\.bias' of toy has shape \[2, 3\]; it must be \[3, 3\]"):
+        check(declared, many | {"peer.head.bias": many["peer.head.bias"][:2]})
+    with pytest.raises(WireError, match=r"'peer\.head\.bias' of toy has shape \[3, 2\]; it must be \[3, 3\]"):
+        check(declared, many | {"peer.head.bias": many["peer.head.bias"][:, :2]})
+    with pytest.raises(WireError, match=r"'peer\.head\.bias' has shape \[3\]; its contract says \[m, \.\.\.\]"):
+        check(declared, many | {"peer.head.bias": many["peer.head.bias"][0]})

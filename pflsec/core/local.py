@@ -133,6 +133,13 @@ class Local(Protocol):
         """Return the context of the same work on a random share of the client's rows, at least one."""
         ...
 
+    def split(self, share: float, purpose: str) -> tuple["Local", "Local"]:
+        """Return the contexts of the same work on a random share of the rows and on the rest: the same ones in every round.
+
+        Each has at least one row; a client with one row has it in both.
+        """
+        ...
+
     def constant(self, value: Tensor) -> Tensor:
         """Return a value that depends on the parameters of a step, held constant by that step's gradient (a teacher's
         output). Unlike `detach`, it leaves the upload differentiable through it."""

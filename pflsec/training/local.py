@@ -218,6 +218,15 @@ class LocalWork:
         rows = torch.randperm(self.num_samples, generator=self.rng(f"subset.{purpose}"))[:size].sort().values
         return replace(self, x=self.x[rows], y=self.y[rows], losses=[], _used={})
 
+    def split(self, share: float, purpose: str) -> tuple["LocalWork", "LocalWork"]:
+        self._refuse_raw("ctx.split")
+        order = torch.randperm(self.num_samples, generator=stream(self.seed, "split", self.client, purpose))
+        size = min(max(1, round(share * self.num_samples)), max(1, self.num_samples - 1))
+        parts = order[:size].sort().values, order[size:].sort().values if size < self.num_samples else order
+        # What is trained on a part is the client's training: it goes into the one record of losses.
+        first, rest = (replace(self, x=self.x[rows], y=self.y[rows], _used={}) for rows in parts)
+        return first, rest
+
     def constant(self, value: Tensor) -> Tensor:
         return Constant.apply(value, self) if self.driver.keeps_graph else value.detach()
 

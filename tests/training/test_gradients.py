@@ -188,8 +188,41 @@ def test_work_on_a_subset_is_not_the_main_work():
     assert all(torch.equal(a[0], b[0]) for a, b in zip(ctx.batches(), ten(batch_size=4).batches(), strict=True))
 
 
-def test_under_a_guard_there_is_no_subset_and_no_stopping():
+@pytest.mark.parametrize(
+    ("rows", "share", "sizes"),
+    [(10, 0.2, (2, 8)), (4, 0.2, (1, 3)), (2, 0.9, (1, 1)), (3, 0.01, (1, 2)), (1, 0.2, (1, 1))],
+)
+def test_a_split_gives_every_row_to_one_part(rows: int, share: float, sizes: tuple[int, int]):
+    """Except where there is only one row."""
+    x, y = toys.batch(rows)
+    parts = toys.work(x, y).split(share, "mine")
+    assert tuple(part.num_samples for part in parts) == sizes
+    seen = torch.cat([part.x for part in parts]).flatten(1)
+    assert len(seen.unique(dim=0)) == rows
+    for part in parts:
+        found = [int((x == row).flatten(1).all(1).nonzero()) for row in part.x]
+        assert torch.equal(part.y, y[found])
+
+
+def test_a_split_lasts_and_has_a_name_and_a_client():
+    def rows(purpose: str = "mine", **changes: Any) -> list[float]:
+        return ten(**changes).split(0.5, purpose)[0].x.flatten(1).sum(1).tolist()
+
+    assert rows() == rows() == rows(round=1)
+    assert len({tuple(rows()), tuple(rows("other")), tuple(rows(client=1)), tuple(rows(seed=1))}) == 4
+
+
+def test_work_on_a_part_of_a_split_is_the_clients_training():
+    ctx = ten(batch_size=4)
+    rest = ctx.split(0.2, "mine")[1]
+    rest.fit(toys.tiny().fresh(0), on=rest.ce)
+    assert len(ctx.losses) == 2
+
+
+def test_under_a_guard_there_is_no_part_of_the_rows_and_no_stopping():
     ctx = ten(guard=Guard(3, 1))
+    with pytest.raises(PrivacyError, match=r"ctx\.split"):
+        ctx.split(0.5, "mine")
     with pytest.raises(PrivacyError, match=r"ctx\.subset"):
         ctx.subset(0.5, "mine")
     with pytest.raises(PrivacyError, match="stops on the loss"):

@@ -94,7 +94,7 @@ def check_contract(found: Exchange) -> None:
 def check_state(found: Exchange) -> None:
     """The state keeps the names and shapes with which a newcomer begins, or an attacker could not guess it."""
     setup = found.setup
-    fresh = setup.algorithm.init_client(setup.client_fresh(CLIENT), setup.algorithm.init_server(setup.server_fresh))
+    fresh = setup.algorithm.init_client(setup.client_fresh(CLIENT), setup.server_first)
     kept = {k: v.shape for k, v in found.local().state.items()}
     assert kept == {k: v.shape for k, v in fresh.items()}, "the state has other names or shapes than init_client gives."
 

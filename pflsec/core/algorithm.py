@@ -68,6 +68,10 @@ class Algorithm(Generic[C]):
         """Return the server's first items, from newly drawn network parameters."""
         return select(fresh, *self.shared)
 
+    def enrol(self, server: Items, sizes: Sequence[int]) -> Items:
+        """Return the server's first items once every client has said how many training rows it holds."""
+        return server
+
     def init_client(self, fresh: Items, server: Items) -> Items:
         """Return a newcomer's state: from its own draw of the network, and from the server's first items."""
         return select(fresh, *self.private)

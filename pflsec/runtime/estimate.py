@@ -28,7 +28,7 @@ def estimate(setup: Setup) -> Cost:
     client = max(range(federation.clients), key=lambda c: len(federation.shards[c].train))
     x, y = federation.train(client)
     part = slice(0, BATCHES * config.batch_size)
-    server = algorithm.init_server(setup.server_fresh)
+    server = setup.server_first
     down, state = algorithm.downlink(server, client), algorithm.init_client(setup.client_fresh(client), server)
     seconds, up = float("inf"), Items()
     epochs = min(config.local_epochs, EPOCHS)

@@ -100,8 +100,7 @@ class Ledger:
         setup = self.setup
         x, y = (t[:2] for t in setup.federation.train(0))
         guard = self.dp.guard(len(y), len(y), 1.0, "count")
-        fresh = setup.server_fresh
-        server = setup.algorithm.init_server(fresh)
+        fresh, server = setup.server_fresh, setup.server_first
         ctx = LocalWork(setup.net, x, y, setup.config.lr, setup.config.local_epochs, len(y), 0, 0, 0, guard=guard)
         with torch.random.fork_rng(devices=[]):
             setup.algorithm.local(

@@ -179,5 +179,4 @@ class Recorder:
     @cached_property
     def _public_newcomer(self) -> Items:
         """The state of a client that starts from the public draw: the same for every capture of the run."""
-        algorithm, fresh = self.setup.algorithm, self.setup.server_fresh
-        return algorithm.init_client(fresh, algorithm.init_server(fresh))
+        return self.setup.algorithm.init_client(self.setup.server_fresh, self.setup.server_first)

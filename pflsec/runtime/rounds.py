@@ -50,7 +50,7 @@ class Federated:
         """Called in every round with the state before it and its messages, before they are committed."""
         self.t = 0
         algorithm, public = setup.algorithm, setup.server_fresh
-        self.server: Items = algorithm.init_server(public)
+        self.server: Items = setup.server_first
         self.states = {
             # Copies: what is kept must not lie between the large blocks of the draws that it was cut from.
             c: cloned(algorithm.init_client(setup.client_fresh(c), self.server))

@@ -37,6 +37,11 @@ class Setup:
         """The public draw of the network: what the server starts from, and clients whose start is shared."""
         return self.net.fresh(self.config.seed, "init", "server")
 
+    @property
+    def server_first(self) -> Items:
+        """The server's items before the first round."""
+        return self.algorithm.enrol(self.algorithm.init_server(self.server_fresh), self.federation.sizes())
+
     def client_fresh(self, client: int) -> Items:
         """A client's own draw of the network, or the public one where private items start shared."""
         shared = getattr(self.algorithm.cfg, "private_start", "apart") == "shared"

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from pflsec.core.items import Items
 from pflsec.core.local import Local
 from pflsec.models import catalogue
 from pflsec.runtime.folder import RunFolder
+from pflsec.runtime.recorder import Recorder
 from pflsec.runtime.rounds import Federated, play
 from pflsec.runtime.setup import Setup
 from tests import toys
@@ -42,6 +43,34 @@ def lines(folder: RunFolder) -> list[dict[str, Any]]:
         raise AssertionError(f"{word} in metrics.jsonl")
 
     return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
+
+
+class Counted(FedAvg):
+    """FedAvg whose clients are told at the start how the rows are spread."""
+
+    def enrol(self, server: Items, sizes: Sequence[int]) -> Items:
+        return server | {"share": torch.tensor(sizes) / sum(sizes)}
+
+    def init_client(self, fresh: Items, server: Items) -> Items:
+        return {"share": server["share"]}
+
+    def downlink(self, server: Items, client: int) -> Items:
+        return {k: v for k, v in server.items() if k != "share"}
+
+    def aggregate(self, server: Items, ups: Mapping[int, Items]) -> Items:
+        return super().aggregate(server, ups) | {"share": server["share"]}
+
+
+def test_before_the_first_round_the_server_knows_how_many_rows_each_client_has():
+    """So do clients that start from its items, and the log's observer; a capture then sees a state that is public."""
+    made = toys.setup(Counted, capture_rounds="first", victim_batch=3)
+    federated = Federated(made)
+    expected = torch.tensor(toys.TRAIN) / sum(toys.TRAIN)
+    kept = [federated.server, made.server_first, *federated.states.values(), *federated.memories.values()]
+    assert len(kept) == 10
+    assert all(torch.equal(items["share"], expected) for items in kept)
+    assert torch.equal(Recorder(made, Any, Any)._public_newcomer["share"], expected)  # type: ignore[arg-type]
+    federated.advance()
 
 
 # --- reproducible

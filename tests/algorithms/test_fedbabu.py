@@ -10,7 +10,7 @@ from pflsec.algorithms.model_splitting.fedrep import FedRep
 from pflsec.algorithms.traditional.fedavg import FedAvg
 from pflsec.core.algorithm import Algorithm
 from pflsec.core.items import Items, select
-from pflsec.runtime import evaluate
+from pflsec.runtime.executor import context
 from tests import toys
 
 BODY, HEAD = ({name for name in toys.tiny().shapes if name.startswith(part)} for part in ("body.", "head."))
@@ -80,7 +80,8 @@ def check_5_a_clients_model_is_the_newest_aggregate_fitted_to_its_rows(kind: typ
                 expected = tuned(made, turn.next_server, turn.t + 1, client, part, 3)
                 deployed = made.algorithm.deploy(state, made.algorithm.downlink(turn.next_server, client))
                 before = [toys.snapshot(items) for items in (turn.next_server, state, deployed)]
-                found = [evaluate.ready(made, deployed, client, turn.t + 1) for _ in range(2)]
+                again = [context(made, turn.t + 1, client) for _ in range(2)]
+                found = [made.algorithm.personalise(ctx, deployed) for ctx in again]
                 assert toys.same(*found)
                 assert toys.distance(found[0], expected) < 1e-13
                 assert all(map(toys.same, (turn.next_server, state, deployed), before))

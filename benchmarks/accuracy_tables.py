@@ -34,7 +34,7 @@ Job = tuple[str, int, dict[str, Any], str | None]
 def digits() -> list[Job]:
     """Return the runs of the table of all methods."""
     options = {"data": "digits", "alpha": 0.1, "clients": 20, "rounds": 20}
-    return [(key, seed, options, None) for key in registry.names("algorithms") for seed in range(3)]
+    return [(key, seed, options, None) for seed in range(3) for key in registry.names("algorithms")]
 
 
 def mnist300(path: str) -> list[Job]:

@@ -60,6 +60,20 @@ def cut(all_in: Literal["body", "head"]) -> Network:
     return Network(with_an_end, SHAPE, CLASSES, "fc1" if all_in == "head" else "end")
 
 
+def normed_module() -> nn.Module:
+    """Return a 2x2 convolution, torch's BatchNorm, 36 -> 5, BatchNorm once more, and 5 -> 3, with tanh in between."""
+    layers: OrderedDict[str, nn.Module] = OrderedDict(
+        conv=nn.Conv2d(1, 4, 2), bn=nn.BatchNorm2d(4), act=nn.Tanh(), flatten=nn.Flatten(),
+        fc1=nn.Linear(36, 5), bn1=nn.BatchNorm1d(5), act1=nn.Tanh(), fc=nn.Linear(5, CLASSES),
+    )  # fmt: skip
+    return nn.Sequential(layers)
+
+
+def normed(split: str | None = None, frozen: bool = False) -> Network:
+    """Return the functional view of `normed_module`."""
+    return Network(normed_module, SHAPE, CLASSES, split, frozen=frozen)
+
+
 def dataset(train: Sequence[int] = TRAIN, held: Sequence[Sequence[int]] = HELD, test: int = 3) -> Dataset:
     """Return 4x4 images with one bright row, the row being the class, for natural clients of exactly these sizes."""
     rng = np.random.default_rng(7)

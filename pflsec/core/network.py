@@ -1,21 +1,30 @@
 """What a method may ask of a network: a pure function of its items, cut into body and head."""
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from torch import Tensor
 
 from pflsec.core.items import Items
 
+Statistics = dict[int, tuple[Tensor, Tensor]]
+"""New running statistics by the identity of the tensor that was read in the forward pass: (that tensor, the new one)."""
+
 
 class Net(Protocol):
-    """A network as a function of named parameters: body (x to features) and head (features to logits).
+    """A network as a function of named items: body (x to features) and head (features to logits).
 
-    Parameters are named `body.*` and `head.*`; together they are all parameters, and no name stands in both.
+    Items are named `body.*` and `head.*`; together they are all parameters and buffers, and no name stands in both.
+    Buffers are the running statistics of BatchNorm layers. They are values like the others, but no gradient moves them.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
-    """Shape of every parameter by name, in the order of the forward pass."""
+    """Shape of every parameter and buffer by name, in the order of the forward pass."""
+    buffers: frozenset[str]
+    """Names of the buffers."""
+    norms: frozenset[str]
+    """Names of all parameters and buffers of BatchNorm layers."""
     classes: int
     feature_dim: int
 
@@ -32,5 +41,21 @@ class Net(Protocol):
         ...
 
     def fresh(self, *key: int | str) -> Items:
-        """Return newly drawn parameters from the stream with this key."""
+        """Return newly drawn parameters, and buffers as they begin, from the stream with this key."""
         ...
+
+    def training(self) -> AbstractContextManager[Statistics]:
+        """Return the context of a training step's forward passes. BatchNorm layers normalise by the batch in it, and their
+        new running statistics are found in what it yields; outside they read the running ones."""
+        ...
+
+
+def buffer_in(net: Net, name: str) -> str | None:
+    """Return the buffer of the network that an item holds, under whatever prefix, or None.
+
+    "personal.body.bn.running_mean" holds "body.bn.running_mean".
+    """
+    if not net.buffers:
+        return None
+    words = name.split(".")
+    return next((tail for i in range(len(words)) if (tail := ".".join(words[i:])) in net.buffers), None)

@@ -1,51 +1,61 @@
 """The functional view: any nn.Module, cut into body and head at a named layer, as a pure function of its items."""
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
 
 from pflsec.core.errors import ModelError
 from pflsec.core.items import Items
+from pflsec.core.network import Statistics
 from pflsec.core.streams import seed_of
+from pflsec.models import batchnorm
+from pflsec.models.batchnorm import BatchNorm
 
 REFUSED = {
-    nn.modules.batchnorm._BatchNorm: "it keeps running statistics of private data and ties the samples of a batch together",
     nn.modules.instancenorm._InstanceNorm: "it may keep running statistics of private data",
     nn.modules.dropout._DropoutNd: "its random masks cannot be replayed by an attack yet",
 }
 
 
 class Network:
-    """A module as a pure function of named parameters `body.*` and `head.*` (see pflsec.core.network.Net).
+    """A module as a pure function of named items `body.*` and `head.*` (see pflsec.core.network.Net).
 
     factory  builds the module, drawing its parameters from torch's global generator
     shape    of one input, (C, H, W)
     split    name of the layer with which the head begins; None: the last layer that has parameters
+    frozen   the running statistics of BatchNorm layers are constants, (0, 1), and no items; training uses them as testing
 
-    Raises ModelError when the module has layers that cannot be replayed, or when it cannot be cut there.
+    torch's BatchNorm layers are replaced by ours, with the same values. Raises ModelError when the module has layers that
+    cannot be replayed, or when it cannot be cut there.
     """
 
     def __init__(
-        self, factory: Callable[[], nn.Module], shape: tuple[int, ...], classes: int, split: str | None = None
+        self,
+        factory: Callable[[], nn.Module],
+        shape: tuple[int, ...],
+        classes: int,
+        split: str | None = None,
+        *,
+        frozen: bool = False,
     ):
-        self._factory = factory
+        self._factory, self.frozen = factory, frozen
         with torch.random.fork_rng(devices=[]):
-            module = factory()
+            module = self._made()
         _refuse_layers(module)
         self.shape, self.classes = tuple(shape), classes
         self.split = split or _last_layer(module)
         self._body, self._head = _cut(module, self.split)
-        parts = {"body": self._body, "head": self._head}
-        self._slots = {
-            f"{part}.{name}": _slot(owner, name)
-            for part, owner in parts.items()
-            for name, _ in owner.named_parameters()
-        }
-        self.shapes: Mapping[str, tuple[int, ...]] = {
-            f"{part}.{name}": tuple(p.shape) for part, owner in parts.items() for name, p in owner.named_parameters()
-        }
+        self._layers = [m for m in module.modules() if isinstance(m, BatchNorm)]
+        self.batchnorms = tuple(name for name, m in module.named_modules() if isinstance(m, BatchNorm))
+        """Names of the BatchNorm layers in the module."""
+        held = list(self._held(self._body, self._head))
+        self._slots = {name: (slots, key) for name, _, slots, key in held}
+        self.shapes: Mapping[str, tuple[int, ...]] = {name: tuple(slots[key].shape) for name, _, slots, key in held}
+        self.norms = frozenset(name for name, owner, _, _ in held if isinstance(owner, BatchNorm))
+        self.buffers = frozenset(name for name, owner, slots, _ in held if slots is owner._buffers)
         self._check(module)
 
     def features(self, items: Mapping[str, Tensor], x: Tensor) -> Tensor:
@@ -70,8 +80,13 @@ class Network:
         return x.contiguous(memory_format=torch.channels_last) if self._reads_channels_last else x
 
     def fresh(self, *key: int | str) -> Items:
-        """Return newly drawn parameters from the stream with this key; torch's global generator is left alone."""
+        """Return newly drawn parameters, and buffers as they begin, from the stream with this key; torch's global generator
+        is left alone."""
         return self._values(*self._draw(*key))
+
+    def training(self) -> AbstractContextManager[Statistics]:
+        """Return the context in which BatchNorm layers train (see pflsec.core.network.Net); frozen ones never do."""
+        return batchnorm.training([] if self.frozen else self._layers)
 
     @property
     def last_layer(self) -> str | None:
@@ -85,27 +100,37 @@ class Network:
         return f"head.{name}" if name else "head"
 
     def size(self) -> int:
-        """Return the number of parameters."""
-        return sum(torch.Size(s).numel() for s in self.shapes.values())
+        """Return the number of parameters; buffers are none."""
+        return sum(torch.Size(s).numel() for name, s in self.shapes.items() if name not in self.buffers)
 
     def _write(self, items: Mapping[str, Tensor], start: str) -> None:
         # Slots are resolved once and written only where the tensor changed: a new dict a step costs next to nothing.
-        for name, (parameters, key) in self._slots.items():
-            if name.startswith(start) and parameters[key] is not items[name]:
-                parameters[key] = items[name]
+        for name, (slots, key) in self._slots.items():
+            if name.startswith(start) and slots[key] is not items[name]:
+                slots[key] = items[name]
+
+    def _made(self) -> nn.Module:
+        return batchnorm.replaced(self._factory())
 
     def _draw(self, *key: int | str) -> tuple[nn.Module, nn.Module]:
         """Return body and head of a new module, drawn from the stream with this key."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed_of(*key))
-            return _cut(self._factory(), self.split)
+            return _cut(self._made(), self.split)
+
+    def _held(self, body: nn.Module, head: nn.Module) -> Iterator[tuple[str, nn.Module, dict, str]]:
+        """Yield every item of two halves as (name, the layer that has it, where it is kept, under what key)."""
+        for part, half in (("body", body), ("head", head)):
+            met: set[int] = set()
+            for path, owner in half.named_modules():
+                for slots in (owner._parameters,) if self.frozen else (owner._parameters, owner._buffers):
+                    for key, value in slots.items():
+                        if value is not None and id(value) not in met:
+                            met.add(id(value))
+                            yield ".".join(filter(None, (part, path, key))), owner, slots, key
 
     def _values(self, body: nn.Module, head: nn.Module) -> Items:
-        return {
-            f"{part}.{name}": p.detach().clone()
-            for part, owner in (("body", body), ("head", head))
-            for name, p in owner.named_parameters()
-        }
+        return {name: slots[key].detach().clone() for name, _, slots, key in self._held(body, head)}
 
     @torch.no_grad()
     def _check(self, module: nn.Module) -> None:
@@ -145,11 +170,11 @@ class Network:
 
     def _check_parameters(self, module: nn.Module, x: Tensor) -> None:
         """Each parameter must stand in one half, and other values for all of them must give another module's function."""
-        covered = {p.data_ptr() for half in (self._body, self._head) for p in half.parameters()}
-        lost = [name for name, p in module.named_parameters() if p.data_ptr() not in covered]
+        covered = {v.data_ptr() for half in (self._body, self._head) for _, v in _values_in(half)}
+        lost = [name for name, v in _values_in(module) if v.data_ptr() not in covered]
         if lost:
             raise ModelError(f"the cut at '{self.split}' leaves {', '.join(lost)} in neither body nor head.")
-        if len(self.shapes) > len(list(module.parameters())):
+        if len(self.shapes) - len(self.buffers) > len(list(module.parameters())):
             raise ModelError(f"the cut at '{self.split}' goes through parameters that are shared by body and head.")
         body, head = self._draw("check")
         if not torch.equal(self.logits(self._values(body, head), x), head(body(x))):
@@ -199,8 +224,17 @@ def _refuse_layers(module: nn.Module) -> None:
                     f"layer '{name}' is {type(layer).__name__}, which is not supported: {reason}. "
                     "Use GroupNorm or LayerNorm, or no such layer."
                 )
-    if next(module.named_buffers(), None) is not None:
-        raise ModelError(f"the model keeps the buffer '{next(module.named_buffers())[0]}'; buffers are not supported.")
+    for path, layer in module.named_modules():
+        for key, value in () if isinstance(layer, BatchNorm) else layer._buffers.items():
+            if value is not None:
+                raise ModelError(
+                    f"the model keeps the buffer '{path}.{key}' {list(value.shape)}; only the running statistics of BatchNorm "
+                    "layers are supported."
+                )
+
+
+def _values_in(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*module.named_parameters(), *module.named_buffers()]
 
 
 def _cut(module: nn.Module, at: str) -> tuple[nn.Module, nn.Module]:
@@ -235,8 +269,3 @@ def _shallow(module: nn.Module, at: str) -> nn.Module:
     child = module.get_submodule(first)
     twin._modules[first] = _shallow(child, rest) if rest else nn.Identity()
     return twin
-
-
-def _slot(owner: nn.Module, name: str) -> tuple[dict, str]:
-    path, _, key = name.rpartition(".")
-    return owner.get_submodule(path)._parameters, key

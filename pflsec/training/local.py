@@ -4,7 +4,7 @@ Training moves a copy of the parameters in place and keeps no graph. Unrolled ma
 the graph, so that what a client would send is a differentiable function of its data and of unknown state.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, Protocol, cast
@@ -17,7 +17,7 @@ from pflsec.core.defense import Guard
 from pflsec.core.errors import PrivacyError
 from pflsec.core.items import Items
 from pflsec.core.local import Local, LossPerExample, Penalty, Projection, Stop
-from pflsec.core.network import Net
+from pflsec.core.network import Net, buffer_in
 from pflsec.core.streams import stream
 
 FEATURE_BATCH = 100  # activations of about this many samples stay in a CPU's cache
@@ -28,8 +28,11 @@ class Driver(Protocol):
 
     keeps_graph: bool
 
-    def begin(self, params: Mapping[str, Tensor]) -> Items:
-        """Return parameters to differentiate in; the given ones are left alone."""
+    def begin(self, params: Mapping[str, Tensor], fixed: Collection[str] = ()) -> Items:
+        """Return parameters to differentiate in; the given ones are left alone.
+
+        fixed  items that no gradient is taken in, as new tensors like the others
+        """
         ...
 
     def move(self, params: Items, gradients: Sequence[Tensor], lr: float) -> Items:
@@ -46,8 +49,8 @@ class Training:
 
     keeps_graph = False
 
-    def begin(self, params: Mapping[str, Tensor]) -> Items:
-        return {k: v.detach().clone().requires_grad_() for k, v in params.items()}
+    def begin(self, params: Mapping[str, Tensor], fixed: Collection[str] = ()) -> Items:
+        return {k: v.detach().clone().requires_grad_(k not in fixed) for k, v in params.items()}
 
     @torch.no_grad()
     def move(self, params: Items, gradients: Sequence[Tensor], lr: float) -> Items:
@@ -64,9 +67,11 @@ class Unrolled:
 
     keeps_graph = True
 
-    def begin(self, params: Mapping[str, Tensor]) -> Items:
+    def begin(self, params: Mapping[str, Tensor], fixed: Collection[str] = ()) -> Items:
         # New nodes of the graph, not the given ones: what else was computed from those is constant in a gradient.
-        return {k: v.view_as(v) if v.requires_grad else v.detach().requires_grad_() for k, v in params.items()}
+        return {
+            k: v.view_as(v) if v.requires_grad else v.detach().requires_grad_(k not in fixed) for k, v in params.items()
+        }
 
     def move(self, params: Items, gradients: Sequence[Tensor], lr: float) -> Items:
         return {k: torch.sub(p, g, alpha=lr) for (k, p), g in zip(params.items(), gradients, strict=True)}
@@ -98,6 +103,8 @@ class LocalWork:
     """Mean data loss of every step of the main phase."""
     _used: dict[str, int] = field(default_factory=dict)
     _stepping: bool = False
+    _statistics: Items = field(default_factory=dict)
+    """New running statistics from the last step, by the item that they follow."""
 
     @property
     def num_samples(self) -> int:
@@ -118,7 +125,7 @@ class LocalWork:
     ) -> Items:
         if until is not None:
             self._refuse_raw("a loop that stops on the loss")
-        held = self.driver.begin(params)
+        held = self._begin(params)
         rate = self.lr if lr is None else lr
         draws = self.rng(f"penalty.{phase}")
         inputs = self.x if features_of is None else self._features(features_of)
@@ -126,9 +133,9 @@ class LocalWork:
         seen: list[float] = []
         for step, (x, y) in enumerate(self._batches(inputs, epochs, phase), 1):
             gradients = self._step_gradient(held, on, x, y, penalty, draws, log)
-            held = self.driver.move(held, gradients, rate)
+            held = self.driver.move(held, gradients, rate) | self._statistics
             if project is not None:
-                held = self.driver.begin(project(held))
+                held = self._begin(project(held) | {k: held[k] for k in self._buffers(held)})
             if until is not None and log is not None and step % self.steps(1) == 0:
                 seen.append(float(torch.stack(log[-self.steps(1) :]).mean()))
                 if until(seen):
@@ -153,9 +160,9 @@ class LocalWork:
         lr: float | None = None,
         phase: str = "main",
     ) -> Items:
-        held, log = self.driver.begin(params), self.losses if phase == "main" else None
+        held, log = self._begin(params), self.losses if phase == "main" else None
         gradients = self._step_gradient(held, on, x, y, penalty, self.rng("step"), log)
-        return self.driver.end(self.driver.move(held, gradients, self.lr if lr is None else lr))
+        return self.driver.end(self.driver.move(held, gradients, self.lr if lr is None else lr) | self._statistics)
 
     def row_sets(self, count: int, epochs: int | None = None, phase: str = "main") -> Iterator[tuple[Tensor, ...]]:
         epochs = self.epochs if epochs is None else epochs
@@ -175,13 +182,13 @@ class LocalWork:
             yield from zip(*[iter(sets)] * count, strict=True)
 
     def gradient(self, params: Mapping[str, Tensor], on: LossPerExample, rows: Tensor, *, phase: str = "main") -> Items:
-        held, log = self.driver.begin(params), self.losses if phase == "main" else None
+        held, log = self._begin(params), self.losses if phase == "main" else None
         found = self._step_gradient(held, on, self.x[rows], self.y[rows], None, self.rng("gradient"), log)
         return dict(zip(held, found, strict=True))
 
     def full_gradient(self, params: Mapping[str, Tensor], on: LossPerExample) -> Items:
         self._refuse_raw("ctx.full_gradient")
-        held = self.driver.begin(params)
+        held = self._begin(params)
         total = [torch.zeros_like(p) for p in held.values()]
         for x, y in zip(self.x.split(FEATURE_BATCH), self.y.split(FEATURE_BATCH), strict=True):
             part = self._gradient(on(held, x, y).sum(), held)
@@ -244,8 +251,13 @@ class LocalWork:
         log: list[Tensor] | None,
     ) -> list[Tensor]:
         """Return the gradient of one step. A penalty sees no data: where there is a guard, it passes beside it."""
+        self._statistics = {}
         if self.guard is None:
-            loss = on(held, x, y).mean()
+            with self.net.training() as seen:
+                loss = on(held, x, y).mean()
+            # By identity: a teacher that is asked inside the loss reads other tensors, and is left alone.
+            found = {k: seen[id(v)][1] for k, v in held.items() if id(v) in seen}
+            self._statistics = found if self.driver.keeps_graph else {k: v.detach() for k, v in found.items()}
             if log is not None:
                 log.append(loss.detach())
             return self._gradient(loss if penalty is None else loss + penalty(held, draws), held)
@@ -265,18 +277,28 @@ class LocalWork:
                 "train this method without it."
             )
 
+    def _begin(self, params: Mapping[str, Tensor]) -> Items:
+        return self.driver.begin(params, self._buffers(params))
+
+    def _buffers(self, params: Mapping[str, Tensor]) -> list[str]:
+        """Return which of the items hold running statistics: these follow the batches, and no gradient moves them."""
+        return [k for k in params if buffer_in(self.net, k)] if self.net.buffers else []
+
     def _gradient(self, loss: Tensor, params: Items) -> list[Tensor]:
-        """Return d loss / d params; parameters that the loss does not reach get zeros."""
-        if not params:  # a network that is cut at its first layer has an empty body
-            return []
+        """Return d loss / d params; parameters that the loss does not reach get zeros, and so do buffers."""
+        buffers = self._buffers(params)
+        leaves = {k: p for k, p in params.items() if k not in buffers}
+        if not leaves:  # a network that is cut at its first layer has an empty body
+            return [torch.zeros_like(p) for p in params.values()]
         self._stepping = True
         try:
             found = torch.autograd.grad(
-                loss, list(params.values()), create_graph=self.driver.keeps_graph, allow_unused=True
+                loss, list(leaves.values()), create_graph=self.driver.keeps_graph, allow_unused=True
             )
         finally:
             self._stepping = False
-        return [torch.zeros_like(p) if g is None else g for g, p in zip(found, params.values(), strict=True)]
+        slopes = dict(zip(leaves, found, strict=True))
+        return [torch.zeros_like(p) if (g := slopes.get(k)) is None else g for k, p in params.items()]
 
     def _batches(self, x: Tensor, epochs: int | None, phase: str) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield minibatches: a fresh order every epoch, the last short batch kept."""

@@ -25,6 +25,8 @@ class Net(Protocol):
     """Names of the buffers."""
     norms: frozenset[str]
     """Names of all parameters and buffers of BatchNorm layers."""
+    sample_norms: frozenset[str]
+    """Names of all parameters of layers that normalise each example on its own (GroupNorm, LayerNorm)."""
     classes: int
     feature_dim: int
 

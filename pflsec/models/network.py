@@ -14,6 +14,7 @@ from pflsec.core.streams import seed_of
 from pflsec.models import batchnorm
 from pflsec.models.batchnorm import BatchNorm
 
+SAMPLE_NORMS = (nn.GroupNorm, nn.LayerNorm)
 REFUSED = {
     nn.modules.instancenorm._InstanceNorm: "it may keep running statistics of private data",
     nn.modules.dropout._DropoutNd: "its random masks cannot be replayed by an attack yet",
@@ -55,6 +56,7 @@ class Network:
         self._slots = {name: (slots, key) for name, _, slots, key in held}
         self.shapes: Mapping[str, tuple[int, ...]] = {name: tuple(slots[key].shape) for name, _, slots, key in held}
         self.norms = frozenset(name for name, owner, _, _ in held if isinstance(owner, BatchNorm))
+        self.sample_norms = frozenset(name for name, owner, _, _ in held if isinstance(owner, SAMPLE_NORMS))
         self.buffers = frozenset(name for name, owner, slots, _ in held if slots is owner._buffers)
         self._check(module)
 

@@ -2,12 +2,16 @@
 
 import pytest
 import torch
+import torchvision
+from torch import nn
 
 from pflsec.core import registry
 from pflsec.core.errors import ConfigError, ModelError
 from pflsec.models import catalogue
-from pflsec.models.cnn import cnn
+from pflsec.models.cnn import cnn, cnn_bn
 from pflsec.models.lenet import lenet
+from pflsec.models.network import from_module
+from pflsec.models.resnet18 import resnet18, resnet18_gn
 
 SHAPES = [(1, 8, 8), (1, 28, 28), (3, 32, 32)]
 MODELS = registry.names("models")
@@ -41,6 +45,61 @@ def test_lenets_parameters_fill_a_uniform_interval():
     assert all(float(v.min()) < -0.3 for v in catalogue.build("lenet", (1, 28, 28), 10).fresh(0).values())
 
 
+@pytest.mark.parametrize("name", ["resnet18", "resnet18-gn"])
+def test_resnet18_has_the_papers_number_of_parameters(name: str):
+    """Stem 3*64*9, convolutions of four stages, norms with 2 numbers a channel, 512*10 + 10: 11,173,962 at 3x32x32.
+
+    Stages: 4*64*64*9; then for (64, 128), (128, 256), (256, 512) each a*b*9 + 3*b*b*9 + a*b. Norms: 2*(64 + 4*64 + 5*(128 +
+    256 + 512)).
+    """
+    stages = 4 * 64 * 64 * 9 + sum(a * b * 9 + 3 * b * b * 9 + a * b for a, b in ((64, 128), (128, 256), (256, 512)))
+    by_hand = 3 * 64 * 9 + stages + 2 * (5 * 64 + 5 * (128 + 256 + 512)) + 5130
+    assert catalogue.build(name, (3, 32, 32), 10).size() == by_hand == 11_173_962
+
+
+def test_resnet18_has_twenty_layers_of_batchnorm():
+    """One in the stem, two in each of 8 blocks, and one on each of the 3 paths that change the number of channels."""
+    net = catalogue.build("resnet18", (3, 32, 32), 10)
+    assert len(net.batchnorms) == 1 + 2 * 8 + 3 == 20
+    assert (len(net.norms), len(net.buffers)) == (80, 40)
+    assert len([name for name in net.batchnorms if "bn" not in name]) == 3
+
+
+def test_resnet18_with_groupnorm_has_no_statistics_and_groups_that_divide():
+    net = catalogue.build("resnet18-gn", (3, 32, 32), 10)
+    assert not net.buffers | net.norms
+    layers = [m for m in resnet18_gn((3, 32, 32), 10).modules() if isinstance(m, nn.GroupNorm)]
+    assert len(layers) == 20
+    assert {(m.num_channels, m.num_groups) for m in layers} == {(c, 32) for c in (64, 128, 256, 512)}
+
+
+@pytest.mark.parametrize("size", [32, 64, 96])
+def test_resnet18_is_torchvisions(size: int):
+    """The same layers under the same names; above 64x64 with its stem, up to there with a 3x3 one and without pooling."""
+    theirs, ours = torchvision.models.resnet18(num_classes=7), resnet18((3, size, size), 7)
+    if size <= 64:
+        theirs.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
+        theirs.add_module("maxpool", nn.Identity())
+    missing = theirs.load_state_dict(ours.state_dict(), strict=False)
+    assert not missing.unexpected_keys
+    assert all(name.endswith("num_batches_tracked") for name in missing.missing_keys)
+    x = torch.randn(2, 3, size, size)
+    assert torch.allclose(ours(x), theirs.eval()(x), rtol=1e-4, atol=1e-4)
+
+
+def test_torchvisions_resnet18_can_be_used_as_it_is():
+    net = from_module(torchvision.models.resnet18(num_classes=7), (3, 32, 32), 7)
+    assert len(net.batchnorms) == 20
+    assert net.shapes == catalogue.build("resnet18", (3, 96, 96), 7).shapes
+
+
+def test_the_small_network_with_batchnorm_is_the_cnn_with_a_layer_after_each_convolution():
+    plain, normed = (dict(make((1, 28, 28), 10).named_modules()) for make in (cnn, cnn_bn))
+    assert [n for n in normed if n not in plain] == ["bn1", "bn2"]
+    assert normed["conv1"].bias is normed["conv2"].bias is None
+    assert catalogue.build("cnn-bn", (1, 28, 28), 10).size() == 582_026 - 96 + 2 * 96
+
+
 def test_pooling_before_relu_changes_no_value():
     """max(relu(a), relu(b)) = relu(max(a, b)): ours is conv, ReLU, pool, as in the paper."""
     ours, x = cnn((1, 28, 28), 10), torch.randn(2, 1, 28, 28)
@@ -68,7 +127,7 @@ def test_every_network_runs_on_every_usual_size(name: str, shape: tuple[int, int
     assert net.logits(items, x).shape == (2, 7)
     assert net.features(items, x).shape == (2, net.feature_dim)
     assert net.last_layer == "head"
-    assert net.size() == sum(v.numel() for v in items.values())
+    assert net.size() == sum(v.numel() for k, v in items.items() if k not in net.buffers)
 
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from pflsec.config.train import TrainConfig
 from pflsec.core import registry
 from pflsec.core.algorithm import Algorithm
+from pflsec.core.buffers import LocalBuffers
 from pflsec.core.config import build
 from pflsec.core.defense import Defense
 from pflsec.core.items import Items
@@ -143,6 +144,8 @@ def setup(
     }  # fmt: skip
     made = prepare(TrainConfig(**(common | options)), data or dataset())
     algorithm = method(kind, net, made.federation.clients, **(settings or {}))
+    if made.config.buffers == "local" and algorithm.net.buffers:
+        algorithm = LocalBuffers(algorithm)
     channel = Recorder(algorithm.contract, defenses, made.config.seed)
     federation = Typed(**vars(made.federation), dtype=torch.get_default_dtype())
     return replace(made, federation=federation, net=algorithm.net, algorithm=algorithm, channel=channel)

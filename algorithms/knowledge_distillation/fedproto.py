@@ -36,6 +36,7 @@ class FedProto(Algorithm[FedProtoConfig]):
     down: ClassVar = {"prototype": "prototypes [known, d]", "known": "label set [C]"}
     up: ClassVar = {"prototype": "prototypes [held, d]", "held": "label set [C]", "counts?": "counts [C]"}
     dp_support = "partial: prototype and held are computed from raw data"
+    batchnorm = "yes"
     presets: ClassVar = {"pfllib": {"lr": 0.005, "batch_size": 10, "local_epochs": 1}}
 
     def init_server(self, fresh: Items) -> Items:

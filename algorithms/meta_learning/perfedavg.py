@@ -51,6 +51,7 @@ class PerFedAvg(Algorithm[PerFedAvgConfig]):
     down: ClassVar = {"body.*": "weights", "head.*": "weights"}
     up: ClassVar = {"body.*": "weights", "head.*": "weights", "num_samples?": "counts"}
     dp_support = "full"
+    batchnorm = "no: it takes gradients at points of its own, and no step of a model that statistics could follow"
     presets: ClassVar = {
         "pfllib": {"alpha": 0.005, "weighting": "samples", "lr": 0.005, "batch_size": 10, "local_epochs": 2},
     }

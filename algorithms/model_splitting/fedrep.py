@@ -32,6 +32,7 @@ class FedRep(Algorithm[FedRepConfig]):
     down: ClassVar = {"body.*": "weights"}
     up: ClassVar = {"body.*": "weights", "num_samples?": "counts"}
     dp_support = "full"
+    batchnorm = "yes"
     presets: ClassVar = {
         "paper": {"head_epochs": 10, "lr": 0.01, "batch_size": 10, "local_epochs": 1, "participation": 0.1},
         "pfllib": {"head_epochs": 1, "weighting": "samples", "lr": 0.005, "batch_size": 10, "local_epochs": 1},

@@ -27,6 +27,7 @@ class Isolated(Algorithm[IsolatedConfig]):
     down: ClassVar = {}
     up: ClassVar = {}
     dp_support = "full"
+    batchnorm = "yes"
     presets: ClassVar = {"pfllib": {"private_start": "shared", "lr": 0.005, "batch_size": 10, "local_epochs": 1}}
 
     def local(self, ctx: Local, state: Items, down: Items) -> Done:

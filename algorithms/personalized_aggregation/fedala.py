@@ -47,6 +47,7 @@ class FedALA(Algorithm[FedALAConfig]):
     down: ClassVar = {"body.*": "weights", "head.*": "weights"}
     up: ClassVar = {"body.*": "weights", "head.*": "weights", "num_samples?": "counts"}
     dp_support = "none: the start is fitted to data for as long as the raw loss says, and is part of what is sent"
+    batchnorm = "yes"
     batchable = False
     presets: ClassVar = {"pfllib": {"lr": 0.005, "batch_size": 10, "local_epochs": 1}}
 

@@ -41,6 +41,7 @@ class FedAMP(Algorithm[FedAMPConfig]):
     down: ClassVar = {"body.*": "weights", "head.*": "weights"}
     up: ClassVar = {"body.*": "weights", "head.*": "weights"}
     dp_support = "full"
+    batchnorm = "local: the server measures distances between models and mixes them, and statistics are no weights"
     presets: ClassVar = {"pfllib": {"alpha": 1.0, "sigma": 1.0, "lr": 0.005, "batch_size": 10, "local_epochs": 1}}
 
     def __init__(self, cfg: FedAMPConfig, net: Net, clients: int):

@@ -43,6 +43,7 @@ class Ditto(Algorithm[DittoConfig]):
     down: ClassVar = {"body.*": "weights", "head.*": "weights"}
     up: ClassVar = {"body.*": "weights", "head.*": "weights", "num_samples?": "counts"}
     dp_support = "full"
+    batchnorm = "yes"
     presets: ClassVar = {
         "paper": {"lam": 1.0, "weighting": "uniform"},
         "pfllib": {"lam": 0.0, "personal_epochs": 1, "lr": 0.005, "batch_size": 10, "local_epochs": 1},

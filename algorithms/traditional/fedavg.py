@@ -30,6 +30,7 @@ class FedAvg(Algorithm[FedAvgConfig]):
     down: ClassVar = {"body.*": "weights", "head.*": "weights"}
     up: ClassVar = {"body.*": "weights", "head.*": "weights", "num_samples?": "counts"}
     dp_support = "full"
+    batchnorm = "yes"
     presets: ClassVar = {
         "paper": {"participation": 0.1, "local_epochs": 5, "batch_size": 10},
         "pfllib": {"lr": 0.005, "batch_size": 10, "local_epochs": 1},

@@ -78,6 +78,7 @@ class FedGen(Algorithm[FedGenConfig]):
     }  # fmt: skip
     up: ClassVar = {"body.*?": "weights", "head.*": "weights", "label_counts": "counts [C]", "num_samples?": "counts"}
     dp_support = "partial: label_counts is an exact histogram of the labels"
+    batchnorm = "yes"
     presets: ClassVar = {
         "authors": {"alpha": 10.0, "beta": 10.0, "decay": 0.98, "ensemble": "losses", "diversity": 1.0,
                     "smoothing": 1.0, "lr": 0.01, "batch_size": 32, "participation": 0.5},
@@ -111,8 +112,9 @@ class FedGen(Algorithm[FedGenConfig]):
         draws = ctx.rng("generated")
 
         def loss(model: Items, x: Tensor, y: Tensor) -> Tensor:
-            seen, eps = self.net.logits(model, x), self.draw_noise(len(y), draws, x.dtype)
+            eps = self.draw_noise(len(y), draws, x.dtype)
             taught = ctx.constant(self.net.head(model, generate(generator, eps, ctx.one_hot(y))).softmax(1))
+            seen = self.net.logits(model, x)  # last: a head with BatchNorm adopts the statistics of data
             return cross_entropy(seen, y) + beta * F.kl_div(seen.log_softmax(1), taught, reduction="none").sum(1)
 
         model = ctx.fit(

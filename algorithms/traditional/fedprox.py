@@ -51,6 +51,7 @@ class FedProx(Algorithm[FedProxConfig]):
     down: ClassVar = {"body.*": "weights", "head.*": "weights"}
     up: ClassVar = {"body.*": "weights", "head.*": "weights", "num_samples?": "counts"}
     dp_support = "full"
+    batchnorm = "yes"
     presets: ClassVar = {
         "paper": {"mu": 1.0, "local_epochs": 20, "batch_size": 10},
         "pfllib": {"mu": 0.0, "lr": 0.005, "batch_size": 10, "local_epochs": 1},

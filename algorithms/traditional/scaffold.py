@@ -36,6 +36,7 @@ class Scaffold(Algorithm[ScaffoldConfig]):
     down: ClassVar = {"body.*": "weights", "head.*": "weights", "control.*": "control variate"}
     up: ClassVar = {"delta.*": "weights-delta", "control.*": "control variate"}
     dp_support = "full"
+    batchnorm = "no: control variates and server steps are made for weights, which gradients move"
     presets: ClassVar = {"pfllib": {"lr": 0.005, "batch_size": 10, "local_epochs": 1}}
 
     def init_server(self, fresh: Items) -> Items:

@@ -53,7 +53,11 @@ class TrainConfig(Config):
         default="probe", about="probe: local work on a small victim batch; update: the real uploads; both"
     )
     dp_seed: int | None = at_least(0, default=None, about="fixes the privacy noise; for tests only, and marks the run")
-    buffers: Literal["aggregate", "local", "frozen"] = option(default="aggregate")
+    buffers: Literal["aggregate", "local", "frozen"] = option(
+        default="aggregate",
+        about="running statistics of BatchNorm layers. aggregate: sent and averaged like weights; local: never sent; frozen: "
+        "constants, 0 and 1",
+    )
     seed: int = at_least(0, default=0)
     eval_every: int = at_least(1, default=1)
     executor: Literal["auto", "serial", "processes"] = option(

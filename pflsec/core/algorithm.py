@@ -53,6 +53,9 @@ class Algorithm(Generic[C]):
     """Wire contract, client to server."""
     dp_support: ClassVar[str] = "none: the method does not say that its uplink follows from noised gradients alone"
     """Whether private training covers what is sent: "full", or "partial: items" or "none: reason", which refuse it."""
+    batchnorm: ClassVar[str] = "no: the method does not say what it makes of running statistics"
+    """Whether a network with BatchNorm layers fares well under it, its running statistics being items like weights: "yes";
+    "local: reason", where they must stay on the client; or "no: reason", where they must be frozen."""
     batchable: ClassVar[bool] = True
     """Whether replays of several guesses may share one computation: not where a loop stops on the data."""
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
@@ -136,7 +139,7 @@ class Algorithm(Generic[C]):
 
     def change(self, state: Items, down: Items, up: Items, lr: float, steps: int) -> Items:
         """Return what an upload says about the data, by parameter name where it can be: the mean gradient that the
-        weights or deltas amount to, and other float items (prototypes, statistics) as they are."""
+        weights or deltas amount to, by how much running statistics moved, and other float items (prototypes) as they are."""
         start, seen = self.start(state, down), {}
         for name, value in floating(up).items():
             kind = kind_of(self.contract.items("up")[name])
@@ -144,6 +147,8 @@ class Algorithm(Generic[C]):
                 seen[name] = (start[name] - value) / (lr * steps)
             elif kind == "weights-delta":
                 seen[name.removeprefix("delta.")] = -value / (lr * steps)
+            elif kind == "buffers" and name in start:
+                seen[name] = value - start[name]
             elif value.dim():
                 seen[name] = value
         return seen

@@ -8,7 +8,7 @@ from typing import Literal
 from torch import Tensor
 
 from pflsec.core.errors import WireError
-from pflsec.core.network import Net
+from pflsec.core.network import Net, buffer_in
 
 Direction = Literal["down", "up"]
 
@@ -39,13 +39,17 @@ class Contract:
     A value is a kind, and for items that are no parameters a shape: `prototypes [held, d]`. C is the number of classes,
     d the feature dimension; any other letter stands for one size throughout a message. Parameters of several models in one
     item: `weights [m, ...]`, where the dots stand for the parameter's own shape.
+
+    Running statistics that a pattern lets through are of the kind `buffers`, whatever the pattern says.
+    omit  items of the network for which no pattern stands: they stay where they are
     """
 
     method: str
     down: Mapping[str, str]
     up: Mapping[str, str]
     net: Net
-    _tables: dict[str, dict[str, str]] = field(default_factory=dict, repr=False, compare=False)
+    omit: frozenset[str] = frozenset()
+    _tables: dict[str, dict[str, str]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name, text in (*self.down.items(), *self.up.items()):
@@ -57,7 +61,11 @@ class Contract:
         """Return {item name: declaration} with the patterns spelled out for this network."""
         if direction not in self._tables:
             declared = self.down if direction == "down" else self.up
-            self._tables[direction] = {n: text for key, text in declared.items() for n in self._names(key)}
+            self._tables[direction] = {
+                n: "buffers" if key.endswith((".*", ".*?")) and buffer_in(self.net, n) else text
+                for key, text in declared.items()
+                for n in self._names(key)
+            }
         return self._tables[direction]
 
     def kind(self, direction: Direction, name: str) -> str:
@@ -91,7 +99,7 @@ class Contract:
         path = key[:-2].split(".")
         part = path[-1] if path[-1] in ("body", "head") else None
         prefix = ".".join(path[:-1] if part else path)
-        names = [n for n in self.net.shapes if part is None or n.startswith(part + ".")]
+        names = [n for n in self.net.shapes if n not in self.omit and (part is None or n.startswith(part + "."))]
         return [f"{prefix}.{n}" if prefix else n for n in names]
 
     def _check_shape(self, name: str, text: str, value: Tensor, sizes: dict[str, int], where: str) -> None:

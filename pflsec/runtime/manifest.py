@@ -11,6 +11,7 @@ from typing import Any
 import pflsec
 from pflsec.core import methodfile, registry
 from pflsec.core.contract import Direction, kind_of
+from pflsec.core.network import buffer_in
 from pflsec.runtime.folder import SCHEMA
 from pflsec.runtime.setup import Setup
 
@@ -35,7 +36,7 @@ def describe(setup: Setup, name: str, dp: Mapping[str, Any] | None = None) -> di
             "title": card.title,
             "sections": card.sections,
             "settings": algorithm.cfg.model_dump(),
-            "file": methodfile.facts(type(algorithm)),
+            "file": methodfile.facts(type(getattr(algorithm, "inner", algorithm))),
         },
         "config": config.model_dump(),
         "seed": config.seed,
@@ -55,6 +56,7 @@ def describe(setup: Setup, name: str, dp: Mapping[str, Any] | None = None) -> di
             "name": "cnn" if config.model == "auto" else config.model,
             "split": setup.net.split,
             "parameters": setup.net.size(),
+            "bn_buffers": config.buffers if setup.net.batchnorms else "n/a",
             "shapes": {k: list(v) for k, v in setup.net.shapes.items()},
         },
         "wire": wire_table(setup),
@@ -72,31 +74,45 @@ def describe(setup: Setup, name: str, dp: Mapping[str, Any] | None = None) -> di
 
 
 def wire_table(setup: Setup) -> list[dict[str, Any]]:
-    """Return a row for every declared item: direction, item, kind, number of tensors, parameters; and the private parts."""
-    contract, shapes = setup.algorithm.contract, setup.net.shapes
+    """Return a row for every declared item: direction, item, kind, number of tensors, parameters; and the private parts.
+
+    Running statistics have a row of their own, beside that of the weights they come with.
+    """
+    algorithm, shapes = setup.algorithm, setup.net.shapes
+    contract = algorithm.contract
     rows: list[dict[str, Any]] = []
     directions: tuple[tuple[Direction, Any], ...] = (("down", contract.down), ("up", contract.up))
     for direction, declared in directions:
         for key, text in declared.items():
             named = [n for n in contract.items(direction) if n == key.rstrip("?") or n.startswith(key.rstrip("?*"))]
-            sizes = [next((s for p, s in shapes.items() if n == p or n.endswith("." + p)), None) for n in named]
-            numbers = sum(_product(s) for s in sizes if s is not None) or None
-            rows.append({
-                "direction": direction,
-                "item": key.rstrip("?"),
-                "optional": key.endswith("?"),
-                "kind": kind_of(text),
-                "shape": text.partition(" ")[2] if "[" in text else None,
-                "tensors": len(named),
-                "numbers": numbers,
-            })  # fmt: skip
-    rows += [
-        {"direction": "private", "item": f"{part}.*", "kind": "weights", "optional": False, "shape": None,
-         "tensors": sum(n.startswith(part) for n in shapes),
-         "numbers": sum(_product(s) for n, s in shapes.items() if n.startswith(part))}
-        for part in setup.algorithm.private
-    ]  # fmt: skip
+            row = {"direction": direction, "item": key.rstrip("?"), "optional": key.endswith("?")}
+            shape = text.partition(" ")[2] if "[" in text else None
+            rows += _rows(setup, named, row | {"kind": kind_of(text), "shape": shape})
+    kept = {f"{part}.*": [n for n in shapes if n.startswith(part)] for part in algorithm.private}
+    if contract.omit:
+        kept["normalisation layers"] = sorted(contract.omit)
+    for item, named in kept.items():
+        row = {"direction": "private", "item": item, "optional": False}
+        rows += _rows(setup, named, row | {"kind": "weights", "shape": None})
     return rows
+
+
+def _rows(setup: Setup, named: list[str], row: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the row of these items, and one more for the running statistics among them."""
+    buffers = [n for n in named if buffer_in(setup.net, n)]
+    others = [n for n in named if n not in buffers]
+    groups = [(row["kind"], others)] if others or not buffers else []
+    return [
+        row | {"kind": kind, "tensors": len(group), "numbers": _numbers(setup, group)}
+        for kind, group in [*groups, *([("buffers", buffers)] if buffers else [])]
+    ]
+
+
+def _numbers(setup: Setup, named: list[str]) -> int | None:
+    """Return how many numbers items of the network hold; None for others, whose shapes vary."""
+    shapes = setup.net.shapes
+    sizes = [next((s for p, s in shapes.items() if n == p or n.endswith("." + p)), None) for n in named]
+    return sum(_product(s) for s in sizes if s is not None) or None
 
 
 def versions() -> dict[str, str]:

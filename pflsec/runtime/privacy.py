@@ -28,6 +28,12 @@ def mechanism(setup: Setup) -> StepDefense[Any] | None:
             raise PrivacyError(
                 f"{setup.config.algo} cannot be trained under {found.key} ({support}). Choose another method, or no {found.key}."
             )
+        if setup.net.buffers:
+            raise PrivacyError(
+                f"the model cannot be trained under {found.key}: its layer '{setup.net.batchnorms[0]}' is BatchNorm, which ties "
+                "the examples of a batch together, so that no single one's gradient can be clipped, and keeps statistics of "
+                "them that get no noise. Use a model with GroupNorm, such as resnet18-gn, or --buffers frozen."
+            )
     return found
 
 

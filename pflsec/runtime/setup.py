@@ -6,6 +6,7 @@ from typing import Any
 from pflsec.config.train import TrainConfig, parse_assignments, split_assignments
 from pflsec.core import registry
 from pflsec.core.algorithm import Algorithm
+from pflsec.core.buffers import LocalBuffers
 from pflsec.core.config import build as build_config
 from pflsec.core.defense import Defense
 from pflsec.core.errors import ConfigError
@@ -73,9 +74,23 @@ def prepare(config: TrainConfig, dataset: Dataset | None = None) -> Setup:
 
 def rebuild(config: TrainConfig, spec: InputSpec) -> tuple[Network, Algorithm[Any]]:
     """Return network and method of a run, without its data."""
-    net = catalogue.build(config.model, spec.shape, spec.classes, config.split)
+    net = catalogue.build(config.model, spec.shape, spec.classes, config.split, frozen=config.buffers == "frozen")
     kind = registry.load("algorithms", config.algo)
-    return net, kind(build_config(kind.Config, config.settings, config.algo), net, config.clients)
+    _check_buffers(config, net, kind)
+    algorithm = kind(build_config(kind.Config, config.settings, config.algo), net, config.clients)
+    return net, LocalBuffers(algorithm) if net.buffers and config.buffers == "local" else algorithm
+
+
+def _check_buffers(config: TrainConfig, net: Network, kind: type[Algorithm[Any]]) -> None:
+    """Refuse running statistics where the method would corrupt them."""
+    fit, _, reason = kind.batchnorm.partition(": ")
+    policies = {"yes": ("aggregate", "local", "frozen"), "local": ("local", "frozen")}.get(fit, ("frozen",))
+    if net.buffers and config.buffers not in policies:
+        remedies = " or ".join(f"--buffers {policy}" for policy in policies)
+        raise ConfigError(
+            f"{config.algo} cannot train the BatchNorm layers of {config.model} (first: {net.batchnorms[0]}) with --buffers "
+            f"{config.buffers}: {reason}. Use {remedies}, or a model with GroupNorm, such as resnet18-gn."
+        )
 
 
 def parse_defense(text: str) -> Defense[Any]:

@@ -22,13 +22,18 @@ CLIENT = 3
 
 @dataclass(frozen=True)
 class Case:
-    """A method and the settings that differ from its defaults."""
+    """A method and the settings that differ from its defaults.
+
+    buffers  the network has BatchNorm layers, and this becomes of their running statistics; "": it has none
+    """
 
     key: str
     settings: tuple[tuple[str, Any], ...] = ()
+    buffers: str = ""
 
     def __str__(self) -> str:
-        return " ".join([self.key, *(f"{name}={value}" for name, value in self.settings)])
+        words = [f"{name}={value}" for name, value in self.settings]
+        return " ".join([self.key, *words, *([f"buffers={self.buffers}"] if self.buffers else [])])
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,16 @@ def every_sending_case() -> list[Case]:
     return [case for case in every_case() if registry.load("algorithms", case.key).up]
 
 
+def every_case_with_batchnorm() -> list[Case]:
+    """Return all methods with a network that has BatchNorm layers, under every policy that the method allows."""
+    allowed = {"yes": ("aggregate", "local", "frozen"), "local": ("local", "frozen")}
+    return [
+        Case(key, buffers=policy)
+        for key in every_method()
+        for policy in allowed.get(registry.load("algorithms", key).batchnorm.partition(":")[0], ("frozen",))
+    ]
+
+
 def _alternatives(key: str) -> Iterator[tuple[tuple[str, Any], ...]]:
     model: type[Config] = registry.load("algorithms", key).Config
     for name, field in model.model_fields.items():
@@ -86,7 +101,9 @@ def exchange(case: Case, dtype: torch.dtype = torch.float64, after: int = 2) -> 
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        made = toys.setup(case.key, settings=dict(case.settings), rounds=9, capture_rounds="8")
+        net = toys.normed(frozen=case.buffers == "frozen") if case.buffers else None
+        options = {"settings": dict(case.settings), "buffers": case.buffers or "aggregate"}
+        made = toys.setup(case.key, net=net, rounds=9, capture_rounds="8", **options)
         federated = Federated(made)
         for _ in range(after):
             federated.advance()

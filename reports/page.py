@@ -129,7 +129,11 @@ def _card(run: RunData, accuracy: list[Row], leakage: list[Row]) -> Card:
         blind=number(worst["psnr_blind"] if worst else None),
         attack=f"{worst['attack']}, {worst['knowledge']}" if worst else "",
         steps=words.next_steps(run),
-        sentences=[*words.accuracy_sentences(run, final), *words.leakage_sentences(run, rows)],
+        sentences=[
+            *words.accuracy_sentences(run, final),
+            *words.batchnorm_sentences(run),
+            *words.leakage_sentences(run, rows),
+        ],
     )
 
 

@@ -259,7 +259,8 @@ def configuration_table(run: RunData) -> pd.DataFrame:
             **data["input"],
             "partition": data.get("partition"),
         },
-        "model": {name: model.get(name) for name in ("name", "split", "parameters")},
+        "model": {name: model.get(name) for name in ("name", "split", "parameters")}
+        | {"bn_buffers": model.get("bn_buffers", "n/a")},
         "captures": manifest["captures"],
         "privacy": manifest.get("dp") or {},
         "versions": manifest["versions"],

@@ -74,6 +74,26 @@ def accuracy_sentences(run: RunData, final: Row | None) -> list[str]:
     ]
 
 
+def batchnorm_sentences(run: RunData) -> list[str]:
+    """Return what became of running statistics, where the model has BatchNorm layers."""
+    policy = run.manifest["model"].get("bn_buffers", "n/a")
+    if policy == "n/a":
+        return []
+    if policy == "frozen":
+        return [
+            "The model has BatchNorm layers. Their running statistics are frozen at 0 and 1, in training as in testing."
+        ]
+    if any(row["direction"] == "up" and row["kind"] == "buffers" for row in run.manifest["wire"]):
+        return [
+            "The model has BatchNorm layers. Their running statistics are sent and averaged like weights, which gives away the "
+            "moments of a batch in every such layer; a global model is tested with the averaged ones."
+        ]
+    return [
+        "The model has BatchNorm layers. Their running statistics never leave a client, which is tested with its own; so "
+        "there is no global model."
+    ]
+
+
 def worst(rows: Iterable[Row]) -> Row | None:
     """Return the row of the leakage table with the highest median PSNR, or None where none has one."""
     scored = [row for row in rows if row["psnr_median"] is not None]
@@ -135,6 +155,7 @@ def cautions(runs: Sequence[RunData], leakage: pd.DataFrame) -> list[str]:
         "dataset": {run.manifest["data"]["name"] for run in runs},
         "partition": {str(run.manifest["data"].get("partition")) for run in runs},
         "network": {(run.manifest["model"].get("name"), run.manifest["model"].get("parameters")) for run in runs},
+        "running statistics": {run.manifest["model"].get("bn_buffers", "n/a") for run in runs},
         "seed": {run.config.get("seed") for run in runs},
         "number of rounds": {len(run.metrics) for run in runs},
         "size of the victim batches": set(leakage["batch"].dropna()),

@@ -100,6 +100,7 @@ def _print_run(manifest: dict[str, Any]) -> None:
         "state": manifest["state"] + (f" ({manifest['reason']})" if manifest.get("reason") else ""),
         "started": manifest["started"],
         "model": f"{manifest['model']['name']}, {manifest['model']['parameters']:,} parameters",
+        "BatchNorm statistics": manifest["model"].get("bn_buffers", "n/a"),
         "clients": str(len(manifest["data"]["histogram"]["train"]["per_client"])),
         "differential privacy": _privacy(manifest["dp"]),
         "revision": manifest.get("git") or "",

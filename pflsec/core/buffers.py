@@ -36,8 +36,14 @@ class LocalBuffers(Algorithm[Any]):
     def init_client(self, fresh: Items, server: Items) -> Items:
         return self.inner.init_client(fresh, server) | prefixed(OWN, self._buffers(self.inner.downlink(server, 0)))
 
+    def enrol(self, server: Items, sizes: Sequence[int]) -> Items:
+        return self.inner.enrol(server, sizes)
+
     def downlink(self, server: Items, client: int) -> Items:
         return self._bare(self.inner.downlink(server, client))
+
+    def serve(self, server: Items, client: int) -> Items:
+        return self._bare(self.inner.serve(server, client))
 
     def local(self, ctx: Local, state: Items, down: Items) -> Done:
         inner, received = self._inside(state, down)

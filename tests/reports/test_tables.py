@@ -1,13 +1,14 @@
 """Tables against numbers worked out by hand."""
 
 import math
+from pathlib import Path
 
 import pandas as pd
 import pytest
 
 from pflsec.core.files import read_json, write_json
-from pflsec.reports import grids
-from pflsec.reports.load import load_run, load_runs
+from pflsec.reports import grids, words
+from pflsec.reports.load import RunData, load_run, load_runs
 from pflsec.reports.tables import (
     accuracy_table,
     configuration_table,
@@ -187,3 +188,47 @@ def test_several_runs_share_the_tables(run):
 def test_records_are_plain_values():
     table = pd.DataFrame({"a": pd.array([1, None], dtype="Int64"), "b": [math.nan, 2.5], "c": ["x", None]})
     assert records(table) == [{"a": 1, "b": None, "c": "x"}, {"a": None, "b": 2.5, "c": None}]
+
+
+# --- running statistics
+
+SENT = [{"direction": "up", "item": "body.*", "kind": "buffers"}]
+
+
+def batchnorm_run(home: Path, policy: str | None, wire: list[dict[str, str]] | None = None) -> RunData:
+    """Return a run whose run.json says this of its BatchNorm layers; None: it is of a version that said nothing."""
+    path = write_run(home / f"run{len(list(home.iterdir()))}")
+    manifest = read_json(path / "run.json", "")
+    if policy is not None:
+        manifest["model"]["bn_buffers"] = policy
+    write_json(path / "run.json", manifest | {"wire": [*manifest["wire"], *(wire or [])]})
+    return load_run(path)
+
+
+@pytest.mark.parametrize(
+    ("policy", "wire", "said"),
+    [
+        ("aggregate", SENT, "are sent and averaged like weights, which gives away the moments"),
+        ("aggregate", [], "never leave a client"),
+        ("local", [], "never leave a client"),
+        ("frozen", [], "are frozen at 0 and 1"),
+    ],
+)
+def test_what_became_of_running_statistics_is_said(tmp_path, policy, wire, said):
+    run = batchnorm_run(tmp_path, policy, wire)
+    (sentence,) = words.batchnorm_sentences(run)
+    assert said in sentence
+    table = configuration_table(run).set_index(["section", "name"])["value"]
+    assert table["model", "bn_buffers"] == policy
+
+
+@pytest.mark.parametrize("policy", ["n/a", None])
+def test_nothing_is_said_where_there_are_none(tmp_path, policy):
+    run = batchnorm_run(tmp_path, policy)
+    assert words.batchnorm_sentences(run) == []
+    assert configuration_table(run).set_index(["section", "name"])["value"]["model", "bn_buffers"] == "n/a"
+
+
+def test_runs_with_other_policies_are_to_be_compared_with_care(tmp_path):
+    runs = [batchnorm_run(tmp_path, policy) for policy in ("local", "frozen")]
+    assert "running statistics" in " ".join(words.cautions(runs, leakage_table(runs)))

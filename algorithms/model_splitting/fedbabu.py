@@ -46,6 +46,7 @@ class FedBABU(Algorithm[FedBABUConfig]):
     down: ClassVar = {"body.*": "weights", "head.*?": "weights"}
     up: ClassVar = {"body.*": "weights", "num_samples?": "counts"}
     dp_support = "full"
+    batchnorm = "yes"
     presets: ClassVar = {
         "paper": {"lr": 0.1, "batch_size": 50, "local_epochs": 10, "participation": 0.1, "rounds": 32},
         "pfllib": {"tune_epochs": 10, "lr": 0.005, "batch_size": 10, "local_epochs": 1},

@@ -37,6 +37,7 @@ class FedPer(Algorithm[FedPerConfig]):
     down: ClassVar = {"body.*": "weights"}
     up: ClassVar = {"body.*": "weights", "num_samples?": "counts"}
     dp_support = "full"
+    batchnorm = "yes"
     presets: ClassVar = {
         "flower": {"lr": 0.01, "batch_size": 128, "local_epochs": 4},
         "pfllib": {"private_start": "shared", "lr": 0.005, "batch_size": 10, "local_epochs": 1},

@@ -62,6 +62,7 @@ class FedRoD(Algorithm[FedRoDConfig]):
         "nu.in_bias?": "weights [h]", "nu.out?": "weights [p, h]", "nu.out_bias?": "weights [p]",
     }  # fmt: skip
     dp_support = "none: the exact class counts of all rows shift the loss of every example"
+    batchnorm = "yes"
     presets: ClassVar = {"pfllib": {"personal_start": "copy", "lr": 0.005, "batch_size": 10, "local_epochs": 1}}
 
     def init_server(self, fresh: Items) -> Items:

@@ -38,6 +38,7 @@ class LGFedAvg(Algorithm[LGFedAvgConfig]):
     down: ClassVar = {"body.*?": "weights", "head.*": "weights", "warm?": "scalar"}
     up: ClassVar = {"body.*?": "weights", "head.*": "weights", "num_samples?": "counts"}
     dp_support = "full"
+    batchnorm = "yes"
     presets: ClassVar = {
         "authors": {"weighting": "uniform", "lr": 0.1, "batch_size": 50, "local_epochs": 1, "participation": 0.1},
         "pfllib": {"private_start": "shared", "lr": 0.005, "batch_size": 10, "local_epochs": 1},

@@ -58,6 +58,7 @@ class FedLC(Algorithm[FedLCConfig]):
         "label_counts?": "counts [C]",
     }
     dp_support = "none: the margins are made of the raw label histogram"
+    batchnorm = "yes"
     presets: ClassVar = {
         "pfllib": {"tau": 1.0, "counts": "global", "lr": 0.005, "batch_size": 10, "local_epochs": 1},
     }

@@ -40,6 +40,7 @@ class FedNTD(Algorithm[FedNTDConfig]):
     down: ClassVar = {"body.*": "weights", "head.*": "weights"}
     up: ClassVar = {"body.*": "weights", "head.*": "weights", "num_samples?": "counts"}
     dp_support = "full"
+    batchnorm = "yes"
     presets: ClassVar = {
         "paper": {"beta": 1.0, "tau": 1.0, "lr": 0.01, "batch_size": 50, "local_epochs": 5, "participation": 0.1},
         "pfllib": {"beta": 0.0, "tau_squared": True, "weighting": "uniform", "lr": 0.005, "batch_size": 10,

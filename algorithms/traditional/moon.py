@@ -47,6 +47,7 @@ class MOON(Algorithm[MOONConfig]):
     down: ClassVar = {"body.*": "weights", "head.*": "weights"}
     up: ClassVar = {"body.*": "weights", "head.*": "weights", "num_samples?": "counts"}
     dp_support = "full"
+    batchnorm = "yes"
     presets: ClassVar = {
         "paper": {"mu": 5.0, "tau": 0.5, "lr": 0.01, "batch_size": 64, "local_epochs": 10},
         "pfllib": {"mu": 0.0, "tau": 1.0, "first": "initial", "lr": 0.005, "batch_size": 10, "local_epochs": 1},

@@ -11,7 +11,7 @@ import csv
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from pflsec.core.files import write_text
 from pflsec.data.datasets import Dataset
 
 FOLDER = Path(__file__).parents[1] / "docs" / "tables"
-COLUMNS = ("method", "seed", "mean", "worst10", "global", "bytes_down", "bytes_up", "seconds")
+COLUMNS: tuple[str, ...] = ("method", "seed", "mean", "worst10", "global", "bytes_down", "bytes_up", "seconds")
 TEN = ("fedavg", "scaffold", "fedrep", "ditto", "fedproto", "fedala", "fedcp", "gpfl", "pfedme", "apple", "local")
 
 Job = tuple[str, int, dict[str, Any], str | None]
@@ -85,7 +85,7 @@ def missing(jobs: Sequence[Job], path: Path) -> list[Job]:
     return [job for job in jobs if job[:2] not in there]
 
 
-def rows(jobs: Sequence[Job]) -> Iterator[Mapping[str, Any]]:
+def rows(jobs: Sequence[Job]) -> Iterator[dict[str, Any]]:
     """Make the runs on all cores, one thread each; yield rows as they come."""
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         waiting = {pool.submit(run, job): job for job in jobs}

@@ -2,10 +2,10 @@
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 
-def interleaved(candidates: dict[str, Callable[[], object]], repeats: int = 7) -> dict[str, list[float]]:
+def interleaved(candidates: Mapping[str, Callable[[], object]], repeats: int = 7) -> dict[str, list[float]]:
     """Return seconds of each candidate, measured in turn A B A B ..., after one warm-up of each."""
     for run in candidates.values():
         run()

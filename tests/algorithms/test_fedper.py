@@ -22,7 +22,7 @@ def newcomer(algorithm: Algorithm[Any], *key: int | str) -> Items:
 
 
 def check_1_only_the_body_is_on_the_wire(kind: type[Algorithm]) -> None:
-    """By name, by shape (no parameter of the body has that of a head's), and by value."""
+    """By name, and by shape: no parameter of the body has that of one of the head's."""
     body = {name for name in toys.tiny().shapes if name.startswith("body.")}
     for turn in toys.play(kind, participation=0.5):
         assert all(down.keys() == body for down in turn.downs.values())

@@ -1,6 +1,7 @@
 """Planted bugs of FedBABU."""
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 
@@ -31,6 +32,16 @@ class SendsTheHeadEveryRound(FedBABU):
         return select(server, "body", "head")
 
 
+class SendsTheHeadBack(FedBABU):
+    """The head goes up with the body, though it never moves."""
+
+    up: ClassVar = {"body.*": "weights", "head.*": "weights", "num_samples?": "counts"}
+
+    def local(self, ctx: Local, state: Items, down: Items) -> Done:
+        done = super().local(ctx, state, down)
+        return Done(done.state, done.up | select(done.state, "head"))
+
+
 class WeighsEqually(FedBABU):
     def aggregate(self, server: Items, ups: Mapping[int, Items]) -> Items:
         body = mean_of_uploads(ups, "body", weighting="uniform")
@@ -52,6 +63,15 @@ class TunesTheBodyAlone(FedBABU):
         return items | ctx.fit(body, on=lambda b, x, y: ctx.ce(b | head, x, y), epochs=epochs, phase="tune")
 
 
+class TunesInPlace(FedBABU):
+    """The model that is fitted is no copy: the next training goes on from it."""
+
+    def personalise(self, ctx: Local, items: Items) -> Items:
+        for name, value in super().personalise(ctx, items).items():
+            items[name].copy_(value)
+        return items
+
+
 class AlwaysTunes(FedBABU):
     def personalise(self, ctx: Local, items: Items) -> Items:
         return ctx.fit(items, on=ctx.ce, epochs=50, lr=1.0, phase="tune")
@@ -65,9 +85,12 @@ MUTANTS = [
            DrawsAHeadForEach),
     Mutant("head comes every round", FedBABU, fedbabu.check_2_the_body_is_on_the_wire_and_the_head_once,
            SendsTheHeadEveryRound),
+    Mutant("head goes up", FedBABU, fedbabu.check_2_the_body_is_on_the_wire_and_the_head_once, SendsTheHeadBack),
     Mutant("equal weights", FedBABU, fedbabu.check_6_the_body_is_the_mean_by_samples, WeighsEqually),
     Mutant("tuning starts at a client's own body", FedBABU,
            fedbabu.check_5_a_clients_model_is_the_newest_aggregate_fitted_to_its_rows, TunesWhatItsLastRoundLeft),
+    Mutant("no copy is tuned", FedBABU, fedbabu.check_5_a_clients_model_is_the_newest_aggregate_fitted_to_its_rows,
+           TunesInPlace),
     Mutant("only the body is tuned", FedBABU,
            fedbabu.check_5_a_clients_model_is_the_newest_aggregate_fitted_to_its_rows, TunesTheBodyAlone),
     Mutant("tuned in any case", FedBABU, fedbabu.check_5_without_tuning_everybody_uses_one_model, AlwaysTunes),

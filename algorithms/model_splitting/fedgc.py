@@ -7,7 +7,8 @@ Wire     down body.*, embedding, held (only body.* at a client's first exchange)
          (held at a client's first exchange)
 Private  rows that a client draws for its first exchange
 Cost     FedAvg with m < C rows of the last layer; on the server M^2 inner products of all M rows.
-Leaks    To the server the gradient of a model that it knows whole, among few classes, and once the exact class set.
+Leaks    To the server the gradient of a model among few classes, all of it known to the server but the rows that a
+         client's first exchange starts from; and once the exact class set.
          To a client a mixture of other clients' rows: its own as they come back, minus as they were sent.
 Limits   correction = 0: the rows come back as they were sent.   One class: nothing moves locally.   One client: no step.
 Differs  query: PFLlib one mean row per class, against clients without that class.   own_term: full pushes rows outwards.

@@ -129,6 +129,16 @@ def check_2_the_class_set_is_sent_until_it_has_arrived(kind: type[Algorithm]) ->
     assert met == {0, 1, 2, 3}
 
 
+def check_2_the_class_set_is_of_all_rows(kind: type[Algorithm]) -> None:
+    """Also of the last short batch: five rows in batches of four, and the only one of class 2 is the fifth."""
+    algorithm = toys.method(kind)
+    server = algorithm.init_server(algorithm.net.fresh("server"))
+    state, (x, y) = algorithm.init_client(algorithm.net.fresh(0), server), toys.batch(5, classes=(0, 0, 0, 0, 2))
+    up = algorithm.local(toys.work(x, y, batch_size=4), state, algorithm.downlink(server, 0)).up
+    assert up["held"].tolist() == [True, False, True]
+    assert ((up["embedding"] - state["table"][[0, 2]]).abs().amax(1) > 1e-6).all()
+
+
 def check_3_the_correction_is_a_step_on_reg(kind: type[Algorithm]) -> None:
     """For w_zj the slope is the sum of P(zj | q) q over the queries of other clients and classes; autograd agrees.
     The full form adds -(1 - P) q on the own row."""
@@ -226,6 +236,10 @@ def test_fedgc_2_a_client_receives_its_own_rows_alone():
 
 def test_fedgc_2_the_class_set_is_sent_until_it_has_arrived():
     check_2_the_class_set_is_sent_until_it_has_arrived(FedGC)
+
+
+def test_fedgc_2_the_class_set_is_of_all_rows():
+    check_2_the_class_set_is_of_all_rows(FedGC)
 
 
 def test_fedgc_3_the_correction_is_a_step_on_reg():

@@ -67,6 +67,17 @@ class PredictsAnything(FedGC):
         return self.net.features(items, x) @ items["table"].T
 
 
+class KnowsTheClassesOfWholeBatches(FedGC):
+    """Batches of four; a class that is only in the last short one counts as not held."""
+
+    def local(self, ctx: Local, state: Items, down: Items) -> Done:
+        seen = ctx.one_hot(ctx.targets())[: max(4, ctx.num_samples // 4 * 4)].sum(0) > 0
+        if "held" in down:
+            return super().local(ctx, state, down)
+        done = super().local(ctx, state, down | {"held": seen, "embedding": state["table"][seen]})
+        return Done(done.state, done.up | {"held": seen})
+
+
 class SendsTheClassSetEveryTime(FedGC):
     def local(self, ctx: Local, state: Items, down: Items) -> Done:
         done = super().local(ctx, state, down)
@@ -89,6 +100,7 @@ MUTANTS = [
     Mutant("one row a class", FedGC, fedgc.check_1_without_correction_the_server_keeps_what_it_got, AveragesTheRows),
     Mutant("unknown classes are predicted", FedGC, fedgc.check_a_class_that_a_client_lacks_is_never_predicted,
            PredictsAnything),
+    Mutant("classes of whole batches", FedGC, fedgc.check_2_the_class_set_is_of_all_rows, KnowsTheClassesOfWholeBatches),
     Mutant("class set every time", FedGC, fedgc.check_2_the_class_set_is_sent_until_it_has_arrived,
            SendsTheClassSetEveryTime),
     Mutant("rows start equal", FedGC, fedgc.check_rows_start_apart, patch=_one_draw_for_all),

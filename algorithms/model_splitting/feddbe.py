@@ -24,7 +24,7 @@ from torch import Tensor
 from pflsec.core.algorithm import Algorithm, Done, mean_of_uploads, sample_count
 from pflsec.core.config import Config, at_least, between, option
 from pflsec.core.items import Items, select
-from pflsec.core.local import Local
+from pflsec.core.local import Local, paced
 
 
 class FedDBEConfig(Config):
@@ -75,17 +75,14 @@ class FedDBE(Algorithm[FedDBEConfig]):
         if "global_mean" not in down and not state["told"]:
             return Done(state, up={"mean": self.first_mean(ctx, mean, down)} | sample_count(ctx))
         state = state | select(down, "global_mean") | {"told": torch.tensor(True)}
-        rate = self.cfg.bias_rate**0.5
 
         def loss(model: Items, x: Tensor, y: Tensor) -> Tensor:
             z = self.net.features(model, x)
-            ce = ctx.head_ce(model, z + state["bias"] + rate * model["move"], y)
+            ce = ctx.head_ce(model, z + paced(ctx, model["bias"], self.cfg.bias_rate), y)
             return ce + self.cfg.kappa / 2 * (mean.update(z) - state["global_mean"]).square().mean()
 
-        # The bias vector is bias + rate * move: its steps are rate^2 = bias_rate times those of the model.
-        model = ctx.fit(select(down, *self.shared) | {"move": torch.zeros_like(state["bias"])}, on=loss)
-        bias = state["bias"] + rate * model["move"]
-        return Done(state | {"bias": bias}, up=select(model, *self.shared) | sample_count(ctx))
+        model = ctx.fit(select(down, *self.shared) | select(state, "bias"), on=loss)
+        return Done(state | select(model, "bias"), up=select(model, *self.shared) | sample_count(ctx))
 
     def first_mean(self, ctx: Local, mean: "RunningMean", down: Items) -> Tensor:
         """Return the feature mean [d] of an ordinary local training, whose model is thrown away."""

@@ -8,12 +8,12 @@ from torch import Tensor
 from pflsec.algorithms.model_splitting.feddbe import FedDBE, RunningMean
 from pflsec.core.algorithm import Done, mean_of_uploads, sample_count
 from pflsec.core.items import Items, select
-from pflsec.core.local import Local
+from pflsec.core.local import Local, paced
 from tests.algorithms import test_feddbe as feddbe
 from tests.algorithms.mutants.planted import Mutant
 
 
-def _feddbe(begin: str = "zero", of_shifted: bool = False, power: float = 0.5, summed: bool = False) -> type[FedDBE]:
+def _feddbe(begin: str = "zero", of_shifted: bool = False, power: float = 1.0, summed: bool = False) -> type[FedDBE]:
     class Planted(FedDBE):
         def local(self, ctx: Local, state: Items, down: Items) -> Done:
             zero, zbar, rate = torch.zeros_like(state["bias"]), state["global_mean"], self.cfg.bias_rate**power
@@ -21,13 +21,12 @@ def _feddbe(begin: str = "zero", of_shifted: bool = False, power: float = 0.5, s
 
             def loss(model: Items, x: Tensor, y: Tensor) -> Tensor:
                 z = self.net.features(model, x)
-                shifted = z + state["bias"] + rate * model["move"]
+                shifted = z + paced(ctx, model["bias"], rate)
                 off = (mean.update(shifted if of_shifted else z) - zbar).square()
                 return ctx.head_ce(model, shifted, y) + self.cfg.kappa / 2 * (off.sum() if summed else off.mean())
 
-            model = ctx.fit(select(down, *self.shared) | {"move": zero}, on=loss)
-            kept = state | {"bias": state["bias"] + rate * model["move"]}
-            return Done(kept, select(model, *self.shared) | sample_count(ctx))
+            model = ctx.fit(select(down, *self.shared) | select(state, "bias"), on=loss)
+            return Done(state | select(model, "bias"), select(model, *self.shared) | sample_count(ctx))
 
     return Planted
 
@@ -54,6 +53,14 @@ class SwitchedOff(FedDBE):
         return off.local(ctx, state, down)
 
 
+class BiasNeverSlowsDown(FedDBE):
+    """The bias vector keeps the first learning rate, 0.1, when that of the model is another."""
+
+    def local(self, ctx: Local, state: Items, down: Items) -> Done:
+        rate = self.cfg.bias_rate * 0.1 / ctx.lr
+        return FedDBE(self.cfg.model_copy(update={"bias_rate": rate}), self.net, self.clients).local(ctx, state, down)
+
+
 class TellsEveryRound(FedDBE):
     def downlink(self, server: Items, client: int) -> Items:
         return select(server, *self.shared, *(["global_mean"] if server["ready"] else []))
@@ -74,7 +81,13 @@ MUTANTS = [
     Mutant("sum over features", FedDBE, feddbe.check_0_every_step_follows_the_objective, _feddbe(summed=True)),
     Mutant("pull switched off", FedDBE, feddbe.check_5_the_pull_moves_the_body_alone, SwitchedOff),
     Mutant(
-        "rate of the bias squared", FedDBE, feddbe.check_2_a_step_of_the_bias_is_read_off_the_head, _feddbe(power=1)
+        "rate of the bias squared", FedDBE, feddbe.check_2_a_step_of_the_bias_is_read_off_the_head, _feddbe(power=2)
+    ),
+    Mutant(
+        "bias keeps the first rate",
+        FedDBE,
+        feddbe.check_2_a_step_of_the_bias_is_read_off_the_head,
+        BiasNeverSlowsDown,
     ),
     Mutant("bias pulled too", FedDBE, feddbe.check_5_the_pull_moves_the_body_alone, _feddbe(of_shifted=True)),
     Mutant(

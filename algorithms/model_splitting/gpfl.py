@@ -12,6 +12,7 @@ Private  head.*, label shares
 Cost     FedAvg, two passes of the valve and a second classifier; C d + 2 d^2 + 6 d more numbers each way.
 Leaks    The labels of a batch, by the embeddings' gradient: a cosine classifier that everybody has. The label shares,
          whatever the number of steps: a weight matrix of the valve moves by a g' + b p_i'. Body: the sum of three losses.
+         Shares are of the rows that an exchange trains on: in a probe those of the victim batch.
 Limits   lam = 0: no pull on lengths.   Equal label shares: p_i = g.
 Differs  g and p_i: from the embeddings received; PFLlib's are one round behind.   distance: PFLlib's norm is of the whole
          batch at once.   label shares: of all rows; PFLlib leaves out a last short batch.
@@ -70,8 +71,9 @@ class GPFL(Algorithm[GPFLConfig]):
     dp_support = "none: the exact label shares of a client enter every step"
     presets: ClassVar = {
         "paper": {"lam": 0.01, "mu": 0.1, "lr": 0.005, "batch_size": 10, "local_epochs": 1},
-        "pfllib": {"lam": 1.0, "mu": 0.0, "distance": "frobenius", "lr": 0.005, "batch_size": 10, "local_epochs": 1},
-    }
+        "pfllib": {"lam": 1.0, "mu": 0.0, "distance": "frobenius", "private_start": "shared", "lr": 0.005,
+                   "batch_size": 10, "local_epochs": 1},
+    }  # fmt: skip
 
     def init_server(self, fresh: Items) -> Items:
         d, example = self.net.feature_dim, next(iter(fresh.values()))

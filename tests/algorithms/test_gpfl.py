@@ -77,15 +77,16 @@ def hand_objective(down: Items, labels: Tensor, lam: float, mu: float) -> toys.L
 
 
 def check_0_three_steps_follow_the_objective(kind: type[Algorithm]) -> None:
+    """At either learning rate, which is that of all four modules."""
     x, y = toys.batch(10)
-    for settings in ({}, {"lam": 2.0, "mu": 0.0}, {"lam": 0.0, "mu": 0.7}):
+    for settings, lr in (({}, 0.1), ({"lam": 2.0, "mu": 0.0}, 0.1), ({"lam": 0.0, "mu": 0.7}, 0.1), ({}, 0.02)):
         algorithm, state, down = parts(kind, **settings)
         cfg = algorithm.cfg
         objective = hand_objective(down, y, cfg.lam, cfg.mu)
         model = down | select(state, "head")
         for _ in range(3):
-            model = toys.hand_step(model, toys.hand_gradient(model, x, y, objective), 0.1)
-        result = done(kind, x, y, settings, epochs=3)[1]
+            model = toys.hand_step(model, toys.hand_gradient(model, x, y, objective), lr)
+        result = done(kind, x, y, settings, epochs=3, lr=lr)[1]
         assert toys.distance(trained(result), model) < 1e-13
 
 

@@ -10,18 +10,22 @@ from pflsec.algorithms.model_splitting import gpfl as module
 from pflsec.algorithms.model_splitting.gpfl import COMMON, GPFL, unit
 from pflsec.core.algorithm import Done, mean_of_uploads, sample_count
 from pflsec.core.items import Items, select
-from pflsec.core.local import Local
+from pflsec.core.local import Local, paced
 from pflsec.training.local import cross_entropy
 from tests.algorithms import test_gpfl as gpfl
 from tests.algorithms.mutants.planted import Mutant
 
 
-def _gpfl(live_inputs: bool = False, live_targets: bool = False, decays: tuple[str, ...] = COMMON) -> type[GPFL]:
+def _gpfl(
+    live_inputs: bool = False, live_targets: bool = False, first_rate: bool = False, decays: tuple[str, ...] = COMMON
+) -> type[GPFL]:
     class Planted(GPFL):
         def local(self, ctx: Local, state: Items, down: Items) -> Done:
             shares = ctx.one_hot(ctx.targets()).mean(0)
 
             def loss(model: Items, x: Tensor, y: Tensor) -> Tensor:
+                pace = 0.1 / ctx.lr if first_rate else 1.0
+                model = model | {k: paced(ctx, v, pace) for k, v in select(model, *COMMON).items()}
                 e, target = model["embedding"], ctx.one_hot(y)
                 inputs, anchors = (e if live else down["embedding"] for live in (live_inputs, live_targets))
                 z = self.net.features(model, x)
@@ -83,6 +87,12 @@ def _zeros_ask(monkeypatch: pytest.MonkeyPatch) -> None:
 MUTANTS = [
     Mutant("conditional inputs of zeros", GPFL, gpfl.check_0_three_steps_follow_the_objective, patch=_zeros_ask),
     Mutant("inputs move within the round", GPFL, gpfl.check_0_three_steps_follow_the_objective, _gpfl(True)),
+    Mutant(
+        "embeddings and valve keep the first rate",
+        GPFL,
+        gpfl.check_0_three_steps_follow_the_objective,
+        _gpfl(first_rate=True),
+    ),
     Mutant("norm of the whole batch", GPFL, gpfl.check_0_three_steps_follow_the_objective, OneNormOfTheBatch),
     Mutant("decay of everything", GPFL, gpfl.check_0_three_steps_follow_the_objective, _gpfl(decays=("body", *COMMON))),
     Mutant("head is sent", GPFL, gpfl.check_1_the_head_stays_at_home, SendsTheHead),

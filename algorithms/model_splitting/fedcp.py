@@ -62,8 +62,9 @@ class FedCP(Algorithm[FedCPConfig]):
     dp_support = "none: the distance between features couples the rows of a batch"
     presets: ClassVar = {
         "paper": {"lam": 5.0, "lr": 0.005, "batch_size": 10, "local_epochs": 1},
-        "pfllib": {"lam": 1.0, "policy": "gumbel", "lr": 0.005, "batch_size": 10, "local_epochs": 1},
-    }
+        "pfllib": {"lam": 1.0, "policy": "gumbel", "private_start": "shared", "lr": 0.005, "batch_size": 10,
+                   "local_epochs": 1},
+    }  # fmt: skip
 
     def __init__(self, cfg: FedCPConfig, net: Net, clients: int):
         super().__init__(cfg, net, clients)

@@ -1,6 +1,8 @@
 """Planted bugs of FedCP."""
 
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import cast
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from pflsec.algorithms.model_splitting.fedcp import FedCP
 from pflsec.core.algorithm import Done, mean_of_uploads
 from pflsec.core.items import Items, combine, prefixed, select, without_prefix
 from pflsec.core.local import Local
+from pflsec.training.local import LocalWork
 from tests.algorithms import test_fedcp as fedcp
 from tests.algorithms.mutants.planted import Mutant
 
@@ -55,6 +58,13 @@ class StaleHeadForTheAbsent(FedCP):
         return super().aggregate(server, ups) | prefixed("old", select(server, "head")) | {"latest": latest}
 
 
+class RateNeverFalls(FedCP):
+    """The optimiser is not the one whose learning rate is lowered: it keeps 0.1."""
+
+    def local(self, ctx: Local, state: Items, down: Items) -> Done:
+        return super().local(replace(cast(LocalWork, ctx), lr=0.1), state, down)
+
+
 class PlainMean(FedCP):
     def aggregate(self, server: Items, ups: Mapping[int, Items]) -> Items:
         return mean_of_uploads(ups, "body", "head", "policy", weighting="uniform")
@@ -78,6 +88,7 @@ def _distance_to_the_moving_body(monkeypatch: pytest.MonkeyPatch) -> None:
 MUTANTS = [
     Mutant("context is a random vector", FedCP, fedcp.check_0_three_steps_follow_the_objective, RandomContext),
     Mutant("context is not of length 1", FedCP, fedcp.check_0_three_steps_follow_the_objective, NoLengthOne),
+    Mutant("rate never falls", FedCP, fedcp.check_0_three_steps_follow_the_objective, RateNeverFalls),
     Mutant("MMD summed", FedCP, fedcp.check_0_three_steps_follow_the_objective, patch=_sum_of_pairs),
     Mutant("MMD to itself", FedCP, fedcp.check_0_three_steps_follow_the_objective, patch=_distance_to_the_moving_body),
     Mutant(

@@ -6,8 +6,8 @@ Solves   locally  min over theta of  mean_b H(y_b, p_b) + gamma [y_b taught] H(T
 Wire     down teacher, known | up output, held     Private   body.*, head.*
 Cost     1 FedAvg pass (the predictions of its steps are used; one forward pass more with collect = eval); at most C^2
          numbers each way; N C^2 on the server.
-Leaks    The exact set of a client's labels; mean predictions of a model that the server does not have. Of two holders of
-         a class each is sent the other's row as it is.
+Leaks    The exact set of a client's labels; mean predictions of a model that the server does not have, but in the first
+         exchange with private_start = shared. Of two holders of a class each is sent the other's row as it is.
 Limits   gamma = 0: isolated training that still sends predictions.
 Differs  teacher: PFLlib includes a client's own row.  space: PFLlib takes logits for a cross entropy's target, which then
          has no minimum; here logits are compared by their squared distance, a mean over classes.
@@ -58,8 +58,8 @@ class FD(Algorithm[FDConfig]):
     up: ClassVar = {"output": "logits [held, C]", "held": "label set [C]"}
     dp_support = "none: all that is sent is computed from raw data"
     presets: ClassVar = {
-        "pfllib": {"space": "logits", "include_self": True, "keep": False, "lr": 0.005, "batch_size": 10,
-                   "local_epochs": 1},
+        "pfllib": {"space": "logits", "include_self": True, "keep": False, "private_start": "shared", "lr": 0.005,
+                   "batch_size": 10, "local_epochs": 1},
     }  # fmt: skip
 
     def init_server(self, fresh: Items) -> Items:

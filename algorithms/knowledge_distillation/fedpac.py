@@ -28,7 +28,7 @@ from torch import Tensor
 
 from pflsec.core.algorithm import Algorithm, Done, mean_of_uploads, sample_count
 from pflsec.core.config import Config, above, at_least, between, option
-from pflsec.core.items import Items, combine, prefixed, select, without_prefix
+from pflsec.core.items import Items, combine, prefixed, repeated, select, without_prefix
 from pflsec.core.local import Local
 
 RIDGE = 1e-12  # relative: of several best mixtures the one nearest to uniform
@@ -72,7 +72,7 @@ class FedPAC(Algorithm[FedPACConfig]):
 
     def init_server(self, fresh: Items) -> Items:
         """Return the body, every client's head, [N, ...] each, and the prototypes."""
-        heads = {k: v.expand(self.clients, *v.shape).clone() for k, v in select(fresh, "head").items()}
+        heads = repeated(select(fresh, "head"), self.clients)
         classes = self.net.classes
         known = torch.zeros(classes, dtype=torch.bool)
         table = {"prototype": torch.zeros(classes, self.net.feature_dim), "known": known}

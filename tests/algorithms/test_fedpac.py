@@ -237,15 +237,27 @@ def test_fedpac_1_the_programme_is_solved(rows: int):
         assert np.ptp(slope[a > 1e-6]) < 1e-7 * np.trace(p)
 
 
-def test_fedpac_2_the_programme_is_convex():
-    """diag(V) + G_i, formed from differences, is positive semidefinite; V is not negative, whatever a client holds."""
-    for turn in toys.play(FedPAC, 3, lr=0.5):
+def test_fedpac_2_the_programme_is_convex(monkeypatch: pytest.MonkeyPatch):
+    """What is solved is diag(V) + G_i as the differences give it, positive semidefinite up to rounding; V is not negative,
+    whatever a client holds."""
+    solved: list[Tensor] = []
+
+    def recorded(p: np.ndarray) -> np.ndarray:
+        solved.append(torch.from_numpy(p))
+        return simplex_minimum(p)
+
+    monkeypatch.setattr(module, "simplex_minimum", recorded)
+    turns = toys.play(FedPAC, 3, lr=0.5)
+    assert len(solved) == 12
+    for turn in turns:
         h = [up["feature_mean"] for up in turn.ups.values()]
         v = torch.stack([up["variance"] for up in turn.ups.values()])
         assert v.min() >= 0
         for i in range(len(h)):
             apart = torch.stack([(h[j] - h[i]).flatten() for j in range(len(h))])
-            values = torch.linalg.eigvalsh(v.diag() + apart @ apart.T)
+            p = solved.pop(0)
+            assert torch.allclose(p, v.diag() + apart @ apart.T, rtol=0, atol=1e-12)
+            values = torch.linalg.eigvalsh(p)
             assert values.min() >= -1e-8 * values.max()
     x, y = toys.batch(1)
     assert float(done(FedPAC, downlink(), x=x, y=y).up["variance"]) >= 0

@@ -1,6 +1,8 @@
 """Planted bugs of FedPAC."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -9,6 +11,7 @@ from pflsec.algorithms.knowledge_distillation.fedpac import FedPAC
 from pflsec.core.algorithm import Done
 from pflsec.core.items import Items, select
 from pflsec.core.local import Local
+from pflsec.training.local import LocalWork
 from tests.algorithms import test_fedpac as fedpac
 from tests.algorithms.mutants.planted import Mutant
 
@@ -55,6 +58,35 @@ class NoFallback(FedPAC):
     def local(self, ctx: Local, state: Items, down: Items) -> Done:
         all_known = torch.ones_like(down["known"]) if down["known"].any() else down["known"]
         return super().local(ctx, state, down | {"known": all_known})
+
+
+class NoPull(FedPAC):
+    """A class without global prototype is not pulled at all."""
+
+    def local(self, ctx: Local, state: Items, down: Items) -> Done:
+        done, known = super().local(ctx, state, down), down["known"].double()
+
+        def loss(body: Items, x: Tensor, y: Tensor) -> Tensor:
+            z, target = self.net.features(body, x), ctx.one_hot(y)
+            off = (z - target @ down["prototype"]).square().mean(1)
+            return ctx.head_ce(done.up, z, y) + self.cfg.lam * (target @ known) * off
+
+        return Done(done.state, done.up | ctx.fit(select(down, "body"), on=loss))
+
+
+class TakesTheHeadsEpochFromTheBody(FedPAC):
+    def local(self, ctx: Local, state: Items, down: Items) -> Done:
+        left = ctx.epochs - self.cfg.head_epochs
+        return super().local(replace(cast(LocalWork, ctx), epochs=left), state, down)
+
+
+class StatisticsOfWholeBatches(FedPAC):
+    """Batches of two; the last short one is dropped."""
+
+    def local(self, ctx: Local, state: Items, down: Items) -> Done:
+        done, whole = super().local(ctx, state, down), ctx.num_samples // 2 * 2
+        h = ctx.one_hot(ctx.targets())[:whole].T @ ctx.features(down)[:whole] / whole
+        return Done(done.state, done.up | {"feature_mean": h})
 
 
 class AlignsInTheFirstRound(FedPAC):
@@ -115,6 +147,16 @@ MUTANTS = [
         UniformBody,
     ),
     Mutant("no fallback", FedPAC, fedpac.check_0_one_step_of_each_phase_follows_its_objective, NoFallback),
+    Mutant("no pull", FedPAC, fedpac.check_0_one_step_of_each_phase_follows_its_objective, NoPull),
+    Mutant(
+        "head's epoch is the body's",
+        FedPAC,
+        fedpac.check_0_one_step_of_each_phase_follows_its_objective,
+        TakesTheHeadsEpochFromTheBody,
+    ),
+    Mutant(
+        "last batch has no statistics", FedPAC, fedpac.check_what_is_sent_about_the_features, StatisticsOfWholeBatches
+    ),
     Mutant("aligns at once", FedPAC, fedpac.check_0_the_first_round_aligns_nothing, AlignsInTheFirstRound),
     Mutant("statistics come late", FedPAC, fedpac.check_what_is_sent_about_the_features, StatisticsOfTheTrainedBody),
     Mutant("prototypes come early", FedPAC, fedpac.check_what_is_sent_about_the_features, PrototypesOfTheOldBody),

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from pflsec.core.algorithm import Algorithm, Done, mean_of_uploads, sample_count
 from pflsec.core.config import Config, at_least, between, option
-from pflsec.core.items import Items, combine, prefixed, select, weighted_mean, without_prefix
+from pflsec.core.items import Items, combine, prefixed, repeated, select, weighted_mean, with_rows, without_prefix
 from pflsec.core.local import Local
 
 TOLERANCE = 1e-12  # of overlaps: rounding of their mean must not part two clients that overlap as much as any
@@ -57,7 +57,7 @@ class FedCAC(Algorithm[FedCACConfig]):
 
     def init_server(self, fresh: Items) -> Items:
         """Return model, round, and for every client its customised model, mask, and whether it has trained."""
-        bank = combine(lambda w: w.expand(self.clients, *w.shape).clone(), fresh)
+        bank = repeated(fresh, self.clients)
         masks = combine(lambda bank: torch.zeros_like(bank, dtype=torch.bool), bank)
         facts = {"turn": torch.tensor(0), "trained": torch.zeros(self.clients, dtype=torch.bool)}
         return fresh | prefixed("custom", bank) | prefixed("mask", masks) | facts
@@ -95,7 +95,7 @@ class FedCAC(Algorithm[FedCACConfig]):
         return (chosen & (size > 0)).view_as(now)
 
     def aggregate(self, server: Items, ups: Mapping[int, Items]) -> Items:
-        turn, who = server["turn"] + 1, torch.tensor(list(ups))
+        turn = server["turn"] + 1
         models = [select(up, *self.shared) for up in ups.values()]
         partners = self.partners([select(up, "mask") for up in ups.values()], int(turn))
         # Pairwise among this round's cohort alone; who is absent finds its customised model as it was.
@@ -103,12 +103,9 @@ class FedCAC(Algorithm[FedCACConfig]):
             weighted_mean([m for m, near in zip(models, row, strict=True) if near], [1.0] * int(row.sum()))
             for row in partners
         ]
-        latest = combine(
-            lambda *rows: torch.stack(rows),
-            *(prefixed("custom", mean) | select(up, "mask") for mean, up in zip(custom, ups.values(), strict=True)),
-        )
-        banks = combine(lambda bank, rows: bank.index_copy(0, who, rows), select(server, "custom", "mask"), latest)
-        trained = server["trained"].index_fill(0, who, True)
+        latest = {c: prefixed("custom", mean) | select(ups[c], "mask") for c, mean in zip(ups, custom, strict=True)}
+        banks = with_rows(select(server, "custom", "mask"), latest)
+        trained = server["trained"].index_fill(0, torch.tensor(list(ups)), True)
         mean = mean_of_uploads(ups, *self.shared, weighting=self.cfg.weighting)
         return server | mean | banks | {"turn": turn, "trained": trained}
 

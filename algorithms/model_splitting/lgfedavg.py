@@ -40,9 +40,10 @@ class LGFedAvg(Algorithm[LGFedAvgConfig]):
     dp_support = "full"
     batchnorm = "yes"
     presets: ClassVar = {
-        "authors": {"weighting": "uniform", "lr": 0.1, "batch_size": 50, "local_epochs": 1, "participation": 0.1},
+        "authors": {"weighting": "uniform", "lr": 0.1, "batch_size": 50, "local_epochs": 1, "participation": 0.1,
+                    "rounds": 200},
         "pfllib": {"private_start": "shared", "lr": 0.005, "batch_size": 10, "local_epochs": 1},
-    }
+    }  # fmt: skip
 
     def init_server(self, fresh: Items) -> Items:
         if not self.cfg.warm_start_rounds:

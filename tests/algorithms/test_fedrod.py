@@ -190,6 +190,16 @@ def check_the_hypernetwork_alone_learns_from_the_personal_loss(kind: type[Algori
     assert toys.distance(select(result.up, "nu"), expected) < 1e-14
 
 
+def check_the_server_takes_means_of_all_that_is_sent(kind: type[Algorithm]) -> None:
+    """Body, generic head and hypernetwork, by samples or with equal weights, over who took part."""
+    for weighting in ("samples", "uniform"):
+        for turn in toys.play(kind, 2, settings=HYPER | {"weighting": weighting}, participation=0.75):
+            rows = {c: float(toys.TRAIN[c]) if weighting == "samples" else 1.0 for c in turn.ups}
+            share = {c: n / sum(rows.values()) for c, n in rows.items()}
+            mean = {k: torch.stack([share[c] * up[k] for c, up in turn.ups.items()]).sum(0) for k in turn.server}
+            assert toys.distance(turn.next_server, mean) < 1e-15
+
+
 def test_fedrod_0_one_step_follows_the_objective():
     check_0_one_step_follows_the_objective(FedRoD)
 
@@ -236,6 +246,10 @@ def test_the_counts_are_of_all_rows():
 
 def test_the_hypernetwork_alone_learns_from_the_personal_loss():
     check_the_hypernetwork_alone_learns_from_the_personal_loss(FedRoD)
+
+
+def test_the_server_takes_means_of_all_that_is_sent():
+    check_the_server_takes_means_of_all_that_is_sent(FedRoD)
 
 
 @pytest.mark.parametrize("settings", [{}, {"gamma": 0.0}, HYPER])

@@ -1,10 +1,12 @@
 """Planted bugs of FedRoD."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from pflsec.algorithms.model_splitting.fedrod import ABSENT, FedRoD, counted
-from pflsec.core.algorithm import Done, sample_count
+from pflsec.core.algorithm import Done, mean_of_uploads, sample_count
 from pflsec.core.items import Items, prefixed, select, without_prefix
 from pflsec.core.local import Local
 from pflsec.training.local import cross_entropy
@@ -67,6 +69,11 @@ class PredictsByThePersonalHeadAlone(FedRoD):
         return self.net.head(own or items, self.net.features(items, x))
 
 
+class PlainMeanOfTheHypernetwork(FedRoD):
+    def aggregate(self, server: Items, ups: Mapping[int, Items]) -> Items:
+        return super().aggregate(server, ups) | mean_of_uploads(ups, "nu", weighting="uniform")
+
+
 class LeavesTheCountsOut(FedRoD):
     """Generic loss without the counts: plain cross entropy."""
 
@@ -89,5 +96,7 @@ MUTANTS = [
            SmoothsTheCounts),
     Mutant("tested with one head", FedRoD, fedrod.check_5_a_client_is_tested_with_the_sum_of_both_heads,
            PredictsByThePersonalHeadAlone),
+    Mutant("plain mean of the hypernetwork", FedRoD, fedrod.check_the_server_takes_means_of_all_that_is_sent,
+           PlainMeanOfTheHypernetwork),
     Mutant("counts are left out", FedRoD, fedrod.check_0_one_step_follows_the_objective, LeavesTheCountsOut),
 ]  # fmt: skip

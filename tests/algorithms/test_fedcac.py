@@ -165,6 +165,25 @@ def check_the_absent_find_their_customised_model_as_it_was(kind: type[Algorithm]
     assert seen > 2
 
 
+def check_a_client_is_tested_with_its_next_start(kind: type[Algorithm]) -> None:
+    """The mixture by its last mask, of what the server has made in the meantime; in its own rounds also the model as
+    trained."""
+    made = toys.setup(kind, participation=0.5, seed=2)
+    mixed = 0
+    for turn in toys.rounds(made, 4):
+        for c, state in turn.next_states.items():
+            theta = select(turn.next_server, *MODEL)
+            custom = {k: v[c] for k, v in without_prefix("custom", turn.next_server).items()}
+            expected = {k: torch.where(state[f"mask.{k}"], custom[k], v) for k, v in theta.items()}
+            tested = made.algorithm.deploy(state, made.algorithm.downlink(turn.next_server, c))
+            assert toys.same(tested, expected if turn.next_server["trained"][c] else theta)
+            mixed += not toys.same(tested, theta)
+        for c, up in turn.ups.items():
+            trained = made.algorithm.deploy_trained(turn.next_states[c], turn.downs[c], up)
+            assert toys.same(trained, select(up, *MODEL))
+    assert mixed > 4
+
+
 def test_fedcac_1_without_critical_entries_it_is_fedavg():
     check_1_without_critical_entries_it_is_fedavg(FedCAC)
 
@@ -203,6 +222,16 @@ def test_an_entry_that_did_not_move_is_not_critical():
 
 def test_the_absent_find_their_customised_model_as_it_was():
     check_the_absent_find_their_customised_model_as_it_was(FedCAC)
+
+
+def test_a_client_is_tested_with_its_next_start():
+    check_a_client_is_tested_with_its_next_start(FedCAC)
+
+
+def test_equal_weights_are_an_option():
+    turn = toys.play(FedCAC, 1, settings={"weighting": "uniform"})[0]
+    mean = {k: torch.stack([up[k] for up in turn.ups.values()]).mean(0) for k in toys.tiny().shapes}
+    assert toys.distance(select(turn.next_server, *MODEL), mean) < 1e-15
 
 
 def test_a_participant_alone_gets_its_own_model():

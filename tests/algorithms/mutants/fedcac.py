@@ -69,6 +69,11 @@ class EverybodyIsSentTo(FedCAC):
         return new
 
 
+class TestsTheGlobalModel(FedCAC):
+    def deploy(self, state: Items, down: Items) -> Items:
+        return select(down, *self.shared)
+
+
 MUTANTS = [
     Mutant(
         "initial weights come back",
@@ -85,6 +90,7 @@ MUTANTS = [
     ),
     Mutant("no tolerance", FedCAC, fedcac.check_equal_overlaps_are_never_parted_by_rounding, NoTolerance),
     Mutant("the wrong half", FedCAC, fedcac.check_2_training_starts_at_the_mixture, TheWrongHalf),
+    Mutant("global model is tested", FedCAC, fedcac.check_a_client_is_tested_with_its_next_start, TestsTheGlobalModel),
     Mutant("by change alone", FedCAC, fedcac.check_3_the_mask_is_of_the_largest_changes_times_values, ByChangeAlone),
     Mutant("zeros are critical", FedCAC, fedcac.check_an_entry_that_did_not_move_is_not_critical, FixedCount),
     Mutant(

@@ -296,6 +296,12 @@ def test_a_class_that_a_client_lacks_is_never_predicted():
     check_a_class_that_a_client_lacks_is_never_predicted(FedGC)
 
 
+def test_equal_weights_are_an_option():
+    turn = toys.play(FedGC, 1, settings={"weighting": "uniform"})[0]
+    mean = {k: torch.stack([up[k] for up in turn.ups.values()]).mean(0) for k in BODY}
+    assert toys.distance(select(turn.next_server, "body"), mean) < 1e-15
+
+
 def test_arcface_lays_its_margin_on_the_label_alone():
     """The label's logit is s cos(angle + m) while angle + m < pi, the others' are s cos(angle); none in prediction."""
     algorithm, (x, y) = toys.method(FedGC, loss="arcface", scale=4.0, margin=0.5), toys.batch(9)

@@ -189,6 +189,13 @@ def test_the_tested_model_is_personal():
     check_the_tested_model_is_personal(PFLDA)
 
 
+def test_weights_by_samples_are_an_option():
+    turn = toys.play(PFLDA, 1, settings={"weighting": "samples"})[0]
+    share = {c: toys.TRAIN[c] / sum(toys.TRAIN) for c in turn.ups}
+    mean = {k: torch.stack([share[c] * up[k] for c, up in turn.ups.items()]).sum(0) for k in turn.server}
+    assert toys.distance(turn.next_server, mean) < 1e-15
+
+
 def test_the_pull_after_a_step_is_the_exact_proximal_step():
     """argmin |h - u|^2/2 + s/2 |h - g|^2 is (u + s g) / (1 + s), which with s = rho / (1 - rho) is rho g + (1 - rho) u."""
     state, received = parts()

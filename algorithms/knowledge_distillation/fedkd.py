@@ -62,7 +62,7 @@ class FedKD(Algorithm[FedKDConfig]):
     batchable = False
     presets: ClassVar = {
         "authors": {"joint": True},
-        "pfllib": {"joint": True, "lr": 0.005, "batch_size": 10, "local_epochs": 1},
+        "pfllib": {"joint": True, "private_start": "shared", "lr": 0.005, "batch_size": 10, "local_epochs": 1},
     }
 
     def init_server(self, fresh: Items) -> Items:

@@ -37,7 +37,7 @@ class FedProto(Algorithm[FedProtoConfig]):
     up: ClassVar = {"prototype": "prototypes [held, d]", "held": "label set [C]", "counts?": "counts [C]"}
     dp_support = "partial: prototype and held are computed from raw data"
     batchnorm = "yes"
-    presets: ClassVar = {"pfllib": {"lr": 0.005, "batch_size": 10, "local_epochs": 1}}
+    presets: ClassVar = {"pfllib": {"private_start": "shared", "lr": 0.005, "batch_size": 10, "local_epochs": 1}}
 
     def init_server(self, fresh: Items) -> Items:
         classes = self.net.classes

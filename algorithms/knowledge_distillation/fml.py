@@ -42,7 +42,14 @@ class FML(Algorithm[FMLConfig]):
     dp_support = "full"
     presets: ClassVar = {
         "authors": {"alpha": 0.5, "beta": 0.5, "lr": 0.2},
-        "pfllib": {"alpha": 1.0, "beta": 0.0, "lr": 0.005, "batch_size": 10, "local_epochs": 1},
+        "pfllib": {
+            "alpha": 1.0,
+            "beta": 0.0,
+            "private_start": "shared",
+            "lr": 0.005,
+            "batch_size": 10,
+            "local_epochs": 1,
+        },
     }
 
     def local(self, ctx: Local, state: Items, down: Items) -> Done:

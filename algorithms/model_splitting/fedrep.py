@@ -35,7 +35,14 @@ class FedRep(Algorithm[FedRepConfig]):
     batchnorm = "yes"
     presets: ClassVar = {
         "paper": {"head_epochs": 10, "lr": 0.01, "batch_size": 10, "local_epochs": 1, "participation": 0.1},
-        "pfllib": {"head_epochs": 1, "weighting": "samples", "lr": 0.005, "batch_size": 10, "local_epochs": 1},
+        "pfllib": {
+            "head_epochs": 1,
+            "weighting": "samples",
+            "private_start": "shared",
+            "lr": 0.005,
+            "batch_size": 10,
+            "local_epochs": 1,
+        },
     }
 
     def local(self, ctx: Local, state: Items, down: Items) -> Done:

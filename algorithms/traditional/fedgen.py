@@ -82,8 +82,8 @@ class FedGen(Algorithm[FedGenConfig]):
     presets: ClassVar = {
         "authors": {"alpha": 10.0, "beta": 10.0, "decay": 0.98, "ensemble": "losses", "diversity": 1.0,
                     "smoothing": 1.0, "lr": 0.01, "batch_size": 32, "participation": 0.5},
-        "pfllib": {"private_start": "shared", "generated": 10, "noise_dim": 512, "hidden": 512, "generator_steps": 1000, "generator_lr": 0.005,
-                   "generator_decay": 0.0, "lr": 0.005, "batch_size": 10, "local_epochs": 1},
+        "pfllib": {"private_start": "shared", "generated": 10, "noise_dim": 512, "hidden": 512, "generator_steps": 1000,
+                   "generator_lr": 0.005, "generator_decay": 0.0, "lr": 0.005, "batch_size": 10, "local_epochs": 1},
     }  # fmt: skip
 
     def sent(self) -> tuple[str, ...]:

@@ -44,6 +44,10 @@ def mnist300(path: str) -> list[Job]:
     return [(key, 0, options | common, path) for key in TEN]
 
 
+CHANGED: dict[str, dict[str, Any]] = {"pfedme": {"beta": 1.0}, "ditto": {"lam": 1.0}}
+"""What in PFLlib's settings makes a method another one: at beta 0 the shared model never moves, at lam 0 nothing is shared."""
+
+
 def run(job: Job) -> dict[str, Any]:
     """Make one run in a folder that is thrown away; return its row."""
     key, seed, options, path = job
@@ -51,7 +55,7 @@ def run(job: Job) -> dict[str, Any]:
     preset = "pfllib" if path and "pfllib" in presets else None
     own: dict[str, Any] = {k: v for k, v in presets.get(preset or "", {}).items() if k not in options}
     common = {"participation", "local_epochs", "batch_size", "lr", "rounds"}
-    settings = {k: v for k, v in own.items() if k not in common}
+    settings = {k: v for k, v in own.items() if k not in common} | (CHANGED.get(key, {}) if path else {})
     dataset: Dataset | None = None
     if path:
         from benchmarks.bench_training import mnist300 as cut

@@ -1,5 +1,6 @@
 """Small federations and networks, rounds with everything that crossed the wire, and gradients worked out by hand."""
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -260,10 +261,9 @@ def same(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
 
 
 def distance(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
-    """Return the largest absolute difference; infinity where names or shapes differ."""
+    """Return the largest absolute difference; infinity where names or shapes differ; NaN, which is neither small nor large,
+    where any difference is."""
     if a.keys() != b.keys() or any(a[k].shape != b[k].shape for k in a):
         return float("inf")
-    return max(
-        (float((a[k].detach().double() - b[k].detach().double()).abs().max()) for k in a if a[k].numel()),
-        default=0.0,
-    )
+    gaps = [float((a[k].detach().double() - b[k].detach().double()).abs().max()) for k in a if a[k].numel()]
+    return next(filter(math.isnan, gaps), max(gaps, default=0.0))  # max alone passes over a NaN that is not the first

@@ -210,7 +210,8 @@ def test_both_interpreters_send_and_keep_the_same(case: Case):
 def _slope_error(fn: Any, at: Tensor) -> float:
     """Return the relative error of autograd's derivative of <weights, fn(at)> in a random direction.
 
-    Held against (s(at + h v) - s(at - h v)) / 2h, whose own error is of the order h^2 + 1e-16/h, about 1e-10.
+    Held against (s(at + h v) - s(at - h v)) / 2h, whose own error is of the order h^2 + 1e-16/h, about 1e-10: so much is
+    no error of autograd's, however flat the slope.
     """
     rng, h = torch.Generator().manual_seed(1), 1e-5
     direction = torch.randn(at.shape, generator=rng, dtype=at.dtype)
@@ -224,7 +225,7 @@ def _slope_error(fn: Any, at: Tensor) -> float:
     slope = float((torch.autograd.grad(total(point), point)[0] * direction).sum())
     measured = float((total(at + h * direction) - total(at - h * direction)).detach()) / (2 * h)
     assert abs(measured) > 1e-6
-    return abs(slope - measured) / abs(measured)
+    return max(abs(slope - measured) - 1e-10, 0.0) / abs(measured)
 
 
 @for_every_sending_case

@@ -3,24 +3,25 @@
 Source   Acar et al., ICLR 2021, arXiv 2111.04263, Algorithm 1, in the form of the authors' code.
 Solves   locally  min over theta of  F_k(theta) - <g_k, theta> + alpha/2 |theta - theta_t|^2,  g_k = -alpha d_k, d_k the
          sum of the changes of client k so far: a pull towards theta_t - d_k.  Then theta = mean of S + (1/N) sum_i d_i
-Wire     down body.*, head.* (mean_size with alpha_scaling = by_size)
-         | up body.*, head.* (num_samples with alpha_scaling = by_size)
+Wire     down body.*, head.* (alpha with alpha_scaling = by_size) | up body.*, head.*
 Private  d_k, seemingly
-Cost     FedAvg and one vector operation a step; FedAvg's bytes; one model of memory per client, two on the server.
+Cost     FedAvg and one vector operation a step; FedAvg's bytes; one model of memory per client, two more on the server.
 Leaks    The log gives d_k away, and with it what FedAvg shows. Where a client solves its problem to the end, -alpha d_k
          is the gradient over all of its data at the model that it sent.
-Limits   First local step of a client: FedAvg's. First round of everybody: the mean moves twice as far as FedAvg's.
+Limits   First local step of a client: FedAvg's. After a first round of everybody the model that is sent has moved twice
+         as far as the mean, which is the one that is tested.
 Differs  alpha: paper 0.001 to 0.1, PFLlib 1.  tested: PFLlib the model that is sent, paper the mean.
-         by_size: alpha mean(n)/n_k as in the authors' code, the mean over clients seen so far, none in the first round.
+         alpha_scaling: authors' code by_size, alpha mean(n)/n_k.  clip: authors' code 10.
 """
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal
 
 import torch
+from torch import Tensor
 
-from pflsec.core.algorithm import Algorithm, Done, mean_of_uploads, sample_count
+from pflsec.core.algorithm import Algorithm, Done, mean_of_uploads
 from pflsec.core.config import Config, above, option
 from pflsec.core.errors import PflsecWarning
 from pflsec.core.items import Items, combine, norm, prefixed, select, subtract, without_prefix
@@ -32,7 +33,10 @@ class FedDynConfig(Config):
         0, default=0.01, about="weight of the pull, and scale of the dual", paper="0.001 to 0.1", code=0.01, pfllib=1.0
     )
     alpha_scaling: Literal["none", "by_size"] = option(
-        default="none", about="by_size: a client with fewer rows than others is pulled more", paper="none"
+        default="none",
+        about="by_size: a client with fewer rows than others is pulled more",
+        paper="none",
+        code="by_size",
     )
     clip: float | None = above(
         0, default=None, about="longest step gradient, pull included; leaves an epoch's last short batch out", code=10.0
@@ -48,8 +52,8 @@ class FedDynConfig(Config):
 class FedDyn(Algorithm[FedDynConfig]):
     key, shared, private = "feddyn", ("body", "head"), ()
     Config = FedDynConfig
-    down: ClassVar = {"body.*": "weights", "head.*": "weights", "mean_size?": "scalar"}
-    up: ClassVar = {"body.*": "weights", "head.*": "weights", "num_samples?": "counts"}
+    down: ClassVar = {"body.*": "weights", "head.*": "weights", "alpha?": "scalar"}
+    up: ClassVar = {"body.*": "weights", "head.*": "weights"}
     dp_support = "full"
     presets: ClassVar = {
         "paper": {"alpha": 0.01, "lr": 0.1, "batch_size": 50, "local_epochs": 5, "participation": 0.1},
@@ -58,21 +62,25 @@ class FedDyn(Algorithm[FedDynConfig]):
 
     def init_server(self, fresh: Items) -> Items:
         drift = prefixed("drift", combine(torch.zeros_like, fresh))
-        sizes = {"sizes": torch.zeros(self.clients)} if self.cfg.alpha_scaling == "by_size" else {}
-        return fresh | prefixed("mean", fresh) | drift | sizes
+        return fresh | prefixed("mean", fresh) | drift | self.scaled(torch.ones(self.clients))
+
+    def enrol(self, server: Items, sizes: Sequence[int]) -> Items:
+        return server | self.scaled(torch.tensor(sizes))
+
+    def scaled(self, sizes: Tensor) -> Items:
+        """Return alpha mean(n)/n_k of every client, [N], where that is asked for."""
+        return {} if self.cfg.alpha_scaling == "none" else {"alphas": self.cfg.alpha * sizes.double().mean() / sizes}
 
     def init_client(self, fresh: Items, server: Items) -> Items:
         return select(server, "drift")
 
     def downlink(self, server: Items, client: int) -> Items:
-        if self.cfg.alpha_scaling == "none":
-            return select(server, *self.shared)
-        known = server["sizes"] > 0
-        return select(server, *self.shared) | {"mean_size": server["sizes"].sum() / known.sum().clamp(min=1)}
+        scaled = {} if self.cfg.alpha_scaling == "none" else {"alpha": server["alphas"][client]}
+        return select(server, *self.shared) | scaled
 
     def local(self, ctx: Local, state: Items, down: Items) -> Done:
         cloud, drift = select(down, *self.shared), without_prefix("drift", state)
-        alpha, anchor = self.alpha(down, ctx.num_samples), subtract(cloud, drift)
+        alpha, anchor = self.alpha(down), subtract(cloud, drift)
         if ctx.lr * alpha > 1:
             warnings.warn(
                 f"feddyn: lr * alpha is {ctx.lr * alpha:g}; above 1 the pull overshoots, from 2 on it diverges. "
@@ -84,13 +92,11 @@ class FedDyn(Algorithm[FedDynConfig]):
             model = ctx.fit(cloud, on=ctx.ce, penalty=half_squared_distance(alpha, anchor))
         else:
             model = self.clipped(ctx, cloud, anchor, alpha, self.cfg.clip)
-        size = sample_count(ctx) if self.cfg.alpha_scaling == "by_size" else {}
-        return Done(prefixed("drift", combine(torch.add, drift, subtract(model, cloud))), up=model | size)
+        return Done(prefixed("drift", combine(torch.add, drift, subtract(model, cloud))), up=model)
 
-    def alpha(self, down: Items, size: int) -> float:
-        """Return the alpha of a client with so many rows."""
-        mean = float(down["mean_size"]) if self.cfg.alpha_scaling == "by_size" else 0.0
-        return self.cfg.alpha * mean / size if mean else self.cfg.alpha
+    def alpha(self, down: Items) -> float:
+        """Return the alpha of the client that receives this."""
+        return float(down["alpha"]) if self.cfg.alpha_scaling == "by_size" else self.cfg.alpha
 
     def clipped(self, ctx: Local, model: Items, anchor: Items, alpha: float, longest: float) -> Items:
         """Return the model after SGD whose gradients, with the pull in them, are shortened to `longest`."""
@@ -109,13 +115,7 @@ class FedDyn(Algorithm[FedDynConfig]):
             mean,
             select(server, *self.shared),
         )
-        server = server | combine(torch.add, mean, drift) | prefixed("mean", mean) | prefixed("drift", drift)
-        if self.cfg.alpha_scaling == "by_size":
-            sizes = server["sizes"].clone()
-            for client, up in ups.items():
-                sizes[client] = up["num_samples"]
-            server = server | {"sizes": sizes}
-        return server
+        return server | combine(torch.add, mean, drift) | prefixed("mean", mean) | prefixed("drift", drift)
 
     def serve(self, server: Items, client: int) -> Items:
         return self.global_model(server)
@@ -124,15 +124,16 @@ class FedDyn(Algorithm[FedDynConfig]):
         return without_prefix("mean", server) if self.cfg.tested == "mean" else select(server, *self.shared)
 
     def observe(self, memory: Items, down: Items, up: Items) -> Items:
-        moved = subtract(select(up, *self.shared), select(down, *self.shared))
+        moved = subtract(up, select(down, *self.shared))
         return prefixed("drift", combine(torch.add, without_prefix("drift", memory), moved))
 
     def reconstruct_state(self, memory: Items) -> Items:
         return memory
 
     def change(self, state: Items, down: Items, up: Items, lr: float, steps: int) -> Items:
-        """Without the dual: the changes of K steps hold alpha d_k sum_j (1 - lr alpha)^j of it, j < K."""
-        alpha = self.alpha(down, int(up.get("num_samples", torch.tensor(0))))
+        """Without the dual: the changes of K steps hold alpha d_k sum_j (1 - lr alpha)^j of it, j < K. Not so where a step
+        was clipped: a part of the dual is then left in."""
+        alpha = self.alpha(down)
         dual = alpha * sum((1 - lr * alpha) ** j for j in range(steps)) / steps
         seen = super().change(state, down, up, lr, steps)
         return combine(lambda g, d: g - dual * d, seen, without_prefix("drift", state))

@@ -215,17 +215,23 @@ def test_the_gradient_is_read_without_the_dual():
 
 
 def test_by_size_pulls_small_clients_more():
-    """alpha mean(n)/n_k over the clients seen so far: in round 0 nobody is, then 24 rows on 4 clients."""
+    """alpha mean(n)/n_k, in the first round too: 24 rows on 4 clients. What is read of an upload uses the same alpha."""
     made = toys.setup(FedDyn, settings={"alpha": 0.1, "alpha_scaling": "by_size"}, local_epochs=2, batch_size=100)
     for turn in toys.rounds(made, 2):
         for c, size in enumerate(toys.TRAIN):
-            assert float(turn.downs[c]["mean_size"]) == (6.0 if turn.t else 0.0)
-            alpha, d = 0.1 * (6 / size if turn.t else 1), drift(turn.states[c])
+            alpha, d = 0.1 * 6 / size, drift(turn.states[c])
             at = start = model(turn.downs[c])
+            slopes = []
             for _ in range(2):
-                g = toys.hand_gradient(at, *made.federation.train(c))
-                at = {k: v - 0.1 * (g[k] + alpha * (v - start[k] + d[k])) for k, v in at.items()}
-            assert toys.distance(model(turn.ups[c]), at) < 1e-14
+                slopes.append(toys.hand_gradient(at, *made.federation.train(c)))
+                at = {k: v - 0.1 * (slopes[-1][k] + alpha * (v - start[k] + d[k])) for k, v in at.items()}
+            assert turn.ups[c].keys() == start.keys()
+            assert toys.distance(turn.ups[c], at) < 1e-14
+            seen = made.algorithm.change(turn.states[c], turn.downs[c], turn.ups[c], 0.1, 2)
+            assert (
+                toys.distance(seen, {k: ((1 - 0.1 * alpha) * a + slopes[1][k]) / 2 for k, a in slopes[0].items()})
+                < 1e-13
+            )
         states = [drift(state) for state in turn.next_states.values()]
         assert toys.distance(drift(turn.next_server), mean(states)) < 1e-14
 

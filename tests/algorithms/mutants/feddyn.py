@@ -6,8 +6,9 @@ import torch
 
 from pflsec.algorithms.traditional.feddyn import FedDyn
 from pflsec.core.algorithm import Done
-from pflsec.core.items import Items, combine, prefixed, select, subtract, without_prefix
+from pflsec.core.items import Items, combine, prefixed, select, subtract, weighted_mean, without_prefix
 from pflsec.core.local import Local, Penalty, linear
+from tests import toys
 from tests.algorithms import test_feddyn as feddyn
 from tests.algorithms.mutants.planted import Mutant, unsquared
 from tests.algorithms.mutants.scaffold import commits_lost_uploads
@@ -43,6 +44,15 @@ class DualByParticipants(FedDyn):
         return few.aggregate(server, ups)
 
 
+class MeanByRows(FedDyn):
+    """The participants' models are weighted by their rows, the shift is not."""
+
+    def aggregate(self, server: Items, ups: Mapping[int, Items]) -> Items:
+        server = super().aggregate(server, ups)
+        mean = weighted_mean([select(up, *self.shared) for up in ups.values()], [toys.TRAIN[c] for c in ups])
+        return server | combine(torch.add, mean, without_prefix("drift", server)) | prefixed("mean", mean)
+
+
 class ForgetsTheDual(FedDyn):
     def local(self, ctx: Local, state: Items, down: Items) -> Done:
         return Done(state, super().local(ctx, state, down).up)
@@ -70,6 +80,7 @@ MUTANTS = [
     Mutant("linear term alone", FedDyn, feddyn.check_0_steps_follow_the_objective, _penalised(False)),
     Mutant("divided by the cohort", FedDyn, feddyn.check_5_the_form_with_h_gives_the_same_models, DividesByTheCohort),
     Mutant("h by participants", FedDyn, feddyn.check_3_the_server_holds_the_mean_of_all_duals, DualByParticipants),
+    Mutant("mean by rows", FedDyn, feddyn.check_5_the_form_with_h_gives_the_same_models, MeanByRows),
     Mutant("dual is not kept", FedDyn, feddyn.check_4_the_dual_is_the_sum_of_the_changes_that_arrived, ForgetsTheDual),
     Mutant("no dual at all", FedDyn, feddyn.check_6_heterogeneous_quadratics_are_solved, ForgetsTheDual),
     Mutant("sign of the dual", FedDyn, feddyn.check_6_heterogeneous_quadratics_are_solved, SignOfTheDual),

@@ -51,10 +51,25 @@ class HoldsTheBodyStill(MOON):
 
 
 class OneReferenceForBoth(MOON):
-    """The received model is a reference to the one in training: it moves along."""
+    """Both references are to the same model."""
 
     def contrast(self, z: Tensor, near: Tensor, far: Tensor) -> Tensor:
         return super().contrast(z, far[0], far)
+
+
+class ReceivedModelMovesAlong(MOON):
+    """The received model is a reference to the one in training."""
+
+    def contrast(self, z: Tensor, near: Tensor, far: Tensor) -> Tensor:
+        return super().contrast(z, z.detach(), far)
+
+
+class CountsBatches(MOON):
+    """The weight is the number of batches."""
+
+    def local(self, ctx: Local, state: Items, down: Items) -> Done:
+        done = super().local(ctx, state, down)
+        return Done(done.state, done.up | {"num_samples": torch.tensor(ctx.steps(1))})
 
 
 MUTANTS = [
@@ -73,7 +88,9 @@ MUTANTS = [
         moon.check_5_the_last_model_is_the_one_that_was_sent,
         patch=commits_lost_uploads,
     ),
-    Mutant("models swapped", MOON, moon.check_0_one_step_follows_the_objective, Swapped),
+    Mutant("models swapped", MOON, moon.check_0_steps_follow_the_objective, Swapped),
+    Mutant("received model moves along", MOON, moon.check_0_steps_follow_the_objective, ReceivedModelMovesAlong),
+    Mutant("weighted by batches", MOON, moon.check_1_without_the_contrast_it_is_fedavg, CountsBatches),
     Mutant("exponentials overflow", MOON, moon.check_6_a_sharp_contrast_is_finite, ExponentialForm),
     Mutant("no cosine", MOON, moon.check_4_the_first_step_pushes_the_body_alone, DotProducts),
     Mutant("no slope", MOON, moon.check_4_the_first_step_pushes_the_body_alone, HoldsTheBodyStill),

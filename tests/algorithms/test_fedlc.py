@@ -56,6 +56,7 @@ def check_1_without_margins_it_is_fedavg(kind: type[Algorithm]) -> None:
     for settings in ({}, {"missing": "floor"}, {"denominator": "others"}, {"counts": "global"}):
         for turn, other in zip(toys.play(kind, settings={"tau": 0.0, **settings}, **PARTIAL), reference, strict=True):
             assert all(toys.same(model(up), model(other.ups[c])) for c, up in turn.ups.items())
+            assert toys.same(model(turn.next_server), other.next_server)
 
 
 def check_2_equal_counts_change_nothing(kind: type[Algorithm]) -> None:
@@ -116,6 +117,20 @@ def check_6_the_model_is_used_without_margins(kind: type[Algorithm]) -> None:
         assert torch.equal(algorithm.scores(deployed, x), algorithm.net.logits(items, x))
 
 
+def check_large_logits_stay_finite(kind: type[Algorithm]) -> None:
+    """e^1000 is no number, but with logits u_c = f_c - tau n_c^(-1/4) so far apart the loss is u_top - u_y, or, without the
+    row's own class, the largest of the others less u_y."""
+    logits, target = torch.tensor([[1000.0, -1000.0, 0.0]]).repeat(2, 1), torch.tensor([[1.0, 0, 0], [0, 0, 1.0]])
+    u = logits - 2.0 * torch.tensor([1 / 2, 1.0, 1.0])
+    for denominator, expected in (("all", [0.0, u[1, 0] - u[1, 2]]), ("others", [u[0, 2] - u[0, 0], u[1, 0] - u[1, 2]])):
+        algorithm = toys.method(kind, tau=2.0, denominator=denominator)
+        assert isinstance(algorithm, FedLC)
+        z = logits.clone().requires_grad_()
+        found = algorithm.calibrated(z, target, torch.tensor([16.0, 1.0, 1.0]))
+        assert torch.allclose(found, torch.tensor([float(v) for v in expected]))
+        assert torch.autograd.grad(found.sum(), z)[0].isfinite().all()
+
+
 def test_fedlc_0_one_step_follows_the_objective():
     check_0_one_step_follows_the_objective(FedLC)
 
@@ -146,6 +161,10 @@ def test_fedlc_5_all_rows_are_counted_once():
 
 def test_fedlc_6_the_model_is_used_without_margins():
     check_6_the_model_is_used_without_margins(FedLC)
+
+
+def test_large_logits_stay_finite():
+    check_large_logits_stay_finite(FedLC)
 
 
 def test_a_floor_keeps_a_missing_class_as_one_of_a_single_row():

@@ -1,5 +1,7 @@
 """Planted bugs of FedLC."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -46,6 +48,27 @@ class CountsMissingAsOne(FedLC):
         return super().calibrated(logits, target, counts.clamp(min=1))
 
 
+class InfiniteMargins(FedLC):
+    """A missing class is left to its margin, 0^(-1/4): nothing times infinity."""
+
+    def calibrated(self, logits: Tensor, target: Tensor, counts: Tensor) -> Tensor:
+        return -(target * (logits - self.cfg.tau * counts ** (-1 / 4)).log_softmax(1)).sum(1)
+
+
+class RawExponentials(FedLC):
+    def calibrated(self, logits: Tensor, target: Tensor, counts: Tensor) -> Tensor:
+        e = (logits - self.cfg.tau * counts.clamp(min=1e-8) ** (-1 / 4)).exp()
+        rest = e.sum(1) if self.cfg.denominator == "all" else (e * (1 - target)).sum(1)
+        return -((e * target).sum(1) / rest).log()
+
+
+class PlainMean(FedLC):
+    """Clients count alike, whatever their rows."""
+
+    def aggregate(self, server: Items, ups: Mapping[int, Items]) -> Items:
+        return super().aggregate(server, {c: up | {"num_samples": torch.tensor(1)} for c, up in ups.items()})
+
+
 class MasksWithoutMargins(FedLC):
     """tau = 0 still takes missing classes out."""
 
@@ -72,6 +95,9 @@ MUTANTS = [
     Mutant("counts whole batches", FedLC, fedlc.check_5_all_rows_are_counted_once, CountsWholeBatches),
     Mutant("counts the batch at hand", FedLC, fedlc.check_5_all_rows_are_counted_once, CountsTheBatchAtHand),
     Mutant("no mask", FedLC, fedlc.check_3_the_rows_of_a_missing_class_stand_still, CountsMissingAsOne),
+    Mutant("infinite margins", FedLC, fedlc.check_0_one_step_follows_the_objective, InfiniteMargins),
+    Mutant("raw exponentials", FedLC, fedlc.check_large_logits_stay_finite, RawExponentials),
+    Mutant("plain mean", FedLC, fedlc.check_1_without_margins_it_is_fedavg, PlainMean),
     Mutant("mask without margins", FedLC, fedlc.check_1_without_margins_it_is_fedavg, MasksWithoutMargins),
     Mutant("margins in use", FedLC, fedlc.check_6_the_model_is_used_without_margins, PredictsWithMargins),
 ]

@@ -173,6 +173,19 @@ def check_5_the_local_model_is_not_replaced_by_the_mixture(kind: type[Algorithm]
     assert toys.distance(used, v) > 1e-2
 
 
+def check_once_a_round_the_weight_moves_at_the_first_step_alone(kind: type[Algorithm]) -> None:
+    """Two epochs end at the weight of their first batch alone; in the other mode later steps move it too."""
+    (v, w), (x, y) = models(), toys.batch(10)
+    once, always = (
+        done(kind, toys.work(x, y, batch_size=4, epochs=2), v, w, 0.4, alpha_every=every).state["alpha"]
+        for every in ("round", "step")
+    )
+    first, labels = next(iter(toys.work(x, y, batch_size=4).batches()))
+    assert once == done(kind, toys.work(first, labels), v, w, 0.4).state["alpha"]
+    assert once != 0.4
+    assert abs(once - always) > 1e-3
+
+
 def test_apfl_1_what_is_sent_is_fedavgs():
     check_1_what_is_sent_is_fedavgs(APFL)
 
@@ -218,15 +231,7 @@ def test_apfl_5_the_local_model_is_not_replaced_by_the_mixture():
 
 
 def test_once_a_round_the_weight_moves_at_the_first_step_alone():
-    """v = w at first, so the first step leaves it where it is; later ones would move it, as they do otherwise."""
-    (v, w), (x, y) = models(), toys.batch(10)
-    once, always = (
-        done(APFL, toys.work(x, y, batch_size=4, epochs=2), v, w, 0.4, alpha_every=every).state["alpha"]
-        for every in ("round", "step")
-    )
-    first, second = next(iter(toys.work(x, y, batch_size=4).batches()))
-    assert once == done(APFL, toys.work(first, second), v, w, 0.4).state["alpha"]
-    assert abs(once - always) > 1e-3
+    check_once_a_round_the_weight_moves_at_the_first_step_alone(APFL)
 
 
 def test_outputs_are_mixed_as_outputs():

@@ -1,5 +1,8 @@
 """Planted bugs of APFL."""
 
+from dataclasses import replace
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -28,7 +31,7 @@ class MixesIntoV(APFL):
 
 
 class TakesTheSharedGradientTwice(APFL):
-    """The mixture's gradient goes into w as well."""
+    """w steps once more on the same data."""
 
     def local(self, ctx: Local, state: Items, down: Items) -> Done:
         done = super().local(ctx, state, down)
@@ -60,6 +63,16 @@ class SharesNoBatches(APFL):
     def local(self, ctx: Local, state: Items, down: Items) -> Done:
         list(ctx.batches())
         return super().local(ctx, state, down)
+
+
+class MovesTheWeightForAnEpoch(APFL):
+    """Where it should move at a round's first step alone, it moves at every one of the first epoch."""
+
+    def local(self, ctx: Any, state: Items, down: Items) -> Done:
+        if self.cfg.alpha_every == "step":
+            return super().local(ctx, state, down)
+        cfg = self.cfg.model_copy(update={"alpha_every": "step"})
+        return APFL(cfg, self.net, self.clients).local(replace(ctx, epochs=1), state, down)
 
 
 class MixesTheWrongWay(APFL):
@@ -96,6 +109,12 @@ MUTANTS = [
         "weight not held in [0, 1]", APFL, apfl.check_4_the_weight_stays_in_its_interval, LeavesTheIntervalOfTheWeight
     ),
     Mutant("decay counted twice", APFL, apfl.check_4_decay_pulls_the_weight_down, LeavesTheIntervalOfTheWeight),
+    Mutant(
+        "weight moves for an epoch",
+        APFL,
+        apfl.check_once_a_round_the_weight_moves_at_the_first_step_alone,
+        MovesTheWeightForAnEpoch,
+    ),
     Mutant("a and 1 - a exchanged", APFL, apfl.check_3_one_step_follows_the_mixture, MixesTheWrongWay),
     Mutant("slope at other models", APFL, apfl.check_3_the_weights_slope_is_the_losss, MovesTheWeightAfterwards),
     Mutant("local model is sent", APFL, apfl.check_5_nothing_of_the_local_model_is_sent, SendsTheLocalModel),

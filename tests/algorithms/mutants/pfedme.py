@@ -9,6 +9,7 @@ from pflsec.algorithms.regularization.pfedme import PFedMe
 from pflsec.core.algorithm import Done, mean_of_uploads
 from pflsec.core.items import Items, combine, select
 from pflsec.core.local import Local, half_squared_distance
+from tests import toys
 from tests.algorithms import test_pfedme as pfedme
 from tests.algorithms.mutants.planted import Mutant, unsquared
 
@@ -19,6 +20,21 @@ class PersonalIsAnAlias(PFedMe):
     def local(self, ctx: Local, state: Items, down: Items) -> Done:
         done = super().local(ctx, state, down)
         return Done(select(done.up, *self.private) | {"trained": torch.tensor(True)}, done.up)
+
+
+class ForgetsThePersonalModel(PFedMe):
+    """The personal model is never stored."""
+
+    def local(self, ctx: Local, state: Items, down: Items) -> Done:
+        return Done(state, super().local(ctx, state, down).up)
+
+
+class MeanByRows(PFedMe):
+    def aggregate(self, server: Items, ups: Mapping[int, Items]) -> Items:
+        counts = {c: up | {"num_samples": torch.tensor(toys.TRAIN[c])} for c, up in ups.items()}
+        return PFedMe(self.cfg.model_copy(update={"weighting": "samples"}), self.net, self.clients).aggregate(
+            server, counts
+        )
 
 
 class TestedGlobally(PFedMe):
@@ -66,6 +82,10 @@ MUTANTS = [
         "alias of the working model", PFedMe, pfedme.check_3_the_personal_model_is_the_clients_own, PersonalIsAnAlias
     ),
     Mutant("alias, seen in the log", PFedMe, pfedme.check_4_one_batch_gives_the_personal_model_away, PersonalIsAnAlias),
+    Mutant(
+        "personal model never stored", PFedMe, pfedme.check_0_the_two_loops_follow_the_algorithm, ForgetsThePersonalModel
+    ),
+    Mutant("mean by rows", PFedMe, pfedme.check_2_limits_of_both_paces, MeanByRows),
     Mutant("the global model is tested", PFedMe, pfedme.check_the_personal_model_is_tested, TestedGlobally),
     Mutant("beta is what stays", PFedMe, pfedme.check_2_limits_of_both_paces, BetaStays),
     Mutant("one client counts twice", PFedMe, pfedme.check_2_limits_of_both_paces, CountsOneTwice),

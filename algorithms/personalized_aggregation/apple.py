@@ -42,7 +42,12 @@ class APPLEConfig(Config):
     limit: int | None = at_least(
         0, default=None, about="cores a client downloads in a round; none: all; the others stay as they were last seen"
     )
-    base: float = at_least(1, default=1.5, about="with limit, a core j is drawn with chance ~ base^|p_ij|", code=1.5)
+    base: float = at_least(
+        1,
+        default=1.5,
+        about="with limit, a core j is drawn with chance ~ b^|p_ij|; b: downloads of a core so far, on average, at least this",
+        code=1.5,
+    )
 
 
 class APPLE(Algorithm[APPLEConfig]):
@@ -115,7 +120,8 @@ class APPLE(Algorithm[APPLEConfig]):
         return state | prefixed("seen", seen) | {"known": state["known"] | down["cores"]}
 
     def wanted(self, ctx: Local, state: Items, client: int) -> Tensor:
-        """Return which cores to ask for, [N]: those never downloaded first, then by chance, ~ base^|p|."""
+        """Return which cores to ask for, [N]: those never downloaded first, then by chance, ~ b^|p|; b grows with the mean
+        number of downloads of a core, so that choices sharpen."""
         limit, rng = min(self.cfg.limit or 0, self.clients - 1), ctx.rng("wanted")
         order = torch.randperm(self.clients, generator=rng)
         fresh = [j for j in order.tolist() if not state["known"][j] and j != client][:limit]
@@ -147,11 +153,12 @@ class APPLE(Algorithm[APPLEConfig]):
         return self.deploy(state, down)
 
     def observe(self, memory: Items, down: Items, up: Items) -> Items:
-        return self.received(memory, down) | select(up, "body", "head")
+        """Where p moves, one needs the learning rate to follow it, and one step a round: it is known until then."""
+        seen = self.received(memory, down) | select(up, "body", "head")
+        return {k: v for k, v in seen.items() if k != "p" or not self.cfg.p_pace}
 
     def reconstruct_state(self, memory: Items) -> Items:
-        """Return all but p. Where it moves, one needs the learning rate to follow it, and one step a round."""
-        return {k: v for k, v in memory.items() if k != "p" or not self.cfg.p_pace}
+        return memory
 
     def start(self, state: Items, down: Items) -> Items:
         return select(state, "body", "head")

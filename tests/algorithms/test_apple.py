@@ -166,6 +166,25 @@ def check_5_the_server_follows_the_shares(kind: type[Algorithm]) -> None:
     assert all(float((p[c] - turns[0].server["share"]).abs().max()) > 1e-2 for c in range(4))
 
 
+def check_5_the_log_gives_the_shares_until_they_move(kind: type[Algorithm]) -> None:
+    """A client that has not taken part is at p_0, which everybody was told, in whatever round that is."""
+    for pace in (0.5, 0.0):
+        made = toys.setup(kind, settings={"p_pace": pace}, participation=0.5, seed=3)
+        turns = toys.rounds(made, 4)
+        memories = {c: made.algorithm.init_client(made.server_fresh, made.server_first) for c in range(4)}
+        late = 0
+        for turn in turns:
+            for client, state in turn.states.items():
+                found = made.algorithm.reconstruct_state(memories[client])
+                assert found is not None
+                part = any(client in t.ups for t in turns[: turn.t])
+                assert toys.same(found, state if not (part and pace) else core(state))
+                late += turn.t > 0 and not part
+            for client, up in turn.ups.items():
+                memories[client] = made.algorithm.observe(memories[client], turn.downs[client], up)
+        assert late
+
+
 def check_6_the_pull_fades(kind: type[Algorithm]) -> None:
     """lam(0) = 1, lam(t >= L) = 0; in between 0.001^(t/L), or (cos(pi t/L) + 1)/2, in the round that it is."""
     (x, y), bank = toys.batch(), cores()
@@ -243,6 +262,10 @@ def test_apple_5_the_server_follows_the_shares():
     check_5_the_server_follows_the_shares(APPLE)
 
 
+def test_apple_5_the_log_gives_the_shares_until_they_move():
+    check_5_the_log_gives_the_shares_until_they_move(APPLE)
+
+
 def test_apple_6_the_pull_fades():
     check_6_the_pull_fades(APPLE)
 
@@ -291,6 +314,16 @@ def test_with_a_limit_cores_that_count_more_are_asked_for_more_often():
     asked = torch.stack([algorithm.wanted(ctx, state, 0) for ctx in work]).sum(0)
     share = 1.5**8 / (1.5**8 + 1.5)
     assert asked.tolist() == [0, pytest.approx(400 * share, abs=20), pytest.approx(400 * (1 - share), abs=20)]
+
+
+def test_with_a_limit_choices_sharpen_with_the_downloads():
+    """In round 11 each of three cores was downloaded 12/3 times at a limit of 1: 4^0.5 to 4^0, that is 2 : 1."""
+    algorithm = toys.method(APPLE, clients=3, limit=1)
+    assert isinstance(algorithm, APPLE)
+    state = {"known": torch.ones(3).bool(), "p": torch.tensor([9.0, 0.5, 0.0])}
+    work = [toys.work(*toys.batch(), seed=seed, round=11) for seed in range(600)]
+    asked = torch.stack([algorithm.wanted(ctx, state, 0) for ctx in work]).sum(0)
+    assert asked.tolist() == [0, pytest.approx(400, abs=35), pytest.approx(200, abs=35)]
 
 
 def test_a_client_alone_mixes_its_core_with_itself():

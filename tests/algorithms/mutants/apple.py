@@ -108,6 +108,18 @@ class ForgetsItsShare(APPLE):
         return Done(done.state | core, done.up | core)
 
 
+class NeverKnowsTheShares(APPLE):
+    """The shares count as hidden in the first round too."""
+
+    def reconstruct_state(self, memory: Items) -> Items:
+        return {k: v for k, v in memory.items() if k != "p"}
+
+
+class TakesTheFirstSharesForever(APPLE):
+    def observe(self, memory: Items, down: Items, up: Items) -> Items:
+        return super().observe(memory, down, up) | {"p": memory["p"]}
+
+
 class MovesSharesAtPace0(APPLE):
     def local(self, ctx: Local, state: Items, down: Items) -> Done:
         moving = APPLE(self.cfg.model_copy(update={"p_pace": self.cfg.p_pace or 0.1}), self.net, self.clients)
@@ -129,5 +141,12 @@ MUTANTS = [
     Mutant("mixture kept for a round", APPLE, apple.check_2_later_steps_use_the_new_mixture, KeepsTheMixture),
     Mutant("core tested", APPLE, apple.check_the_new_mixture_is_tested, TestsTheCore),
     Mutant("whole gradient", APPLE, apple.check_2_one_step_follows_the_objective, ForgetsItsShare),
+    Mutant("shares never known", APPLE, apple.check_5_the_log_gives_the_shares_until_they_move, NeverKnowsTheShares),
+    Mutant(
+        "shares taken for the first",
+        APPLE,
+        apple.check_5_the_log_gives_the_shares_until_they_move,
+        TakesTheFirstSharesForever,
+    ),
     Mutant("shares move at pace 0", APPLE, apple.check_1_at_pace_0_the_shares_stay, MovesSharesAtPace0),
 ]

@@ -205,6 +205,16 @@ def check_8_scores_add_up_to_preferences(kind: type[Algorithm]) -> None:
     assert not torch.equal(expected, torch.eye(4))
 
 
+def check_few_rows_are_split_too(kind: type[Algorithm]) -> None:
+    """There is something to judge by and something to train on."""
+    own, peer = drawn("own", "peer")
+    for rows in (1, 2, 4):
+        work = toys.work(*toys.batch(rows))
+        result = toys.method(kind).local(work, own | prefixed("base", own), downlink(peer))
+        assert result.up["scores"][1] != 0
+        assert toys.distance(model(result.up), without_prefix("base", result.state)) > 1e-3
+
+
 def test_fedfomo_0_the_start_follows_the_scores():
     check_0_the_start_follows_the_scores(FedFomo)
 
@@ -314,13 +324,8 @@ def test_a_client_may_keep_what_it_thinks_to_itself():
     assert received
 
 
-@pytest.mark.parametrize("rows", [1, 2, 4])
-def test_a_client_with_few_rows_has_something_to_judge_by_and_to_train_on(rows: int):
-    x, y = toys.batch(rows)
-    own, peer = drawn("own", "peer")
-    result = toys.method(FedFomo).local(toys.work(x, y), own | prefixed("base", own), downlink(peer))
-    assert result.up["scores"][1] != 0
-    assert toys.distance(model(result.up), without_prefix("base", result.state)) > 1e-3
+def test_a_client_with_few_rows_has_something_to_judge_by_and_to_train_on():
+    check_few_rows_are_split_too(FedFomo)
 
 
 def test_the_trained_model_is_tested():

@@ -122,7 +122,10 @@ def check_large_logits_stay_finite(kind: type[Algorithm]) -> None:
     row's own class, the largest of the others less u_y."""
     logits, target = torch.tensor([[1000.0, -1000.0, 0.0]]).repeat(2, 1), torch.tensor([[1.0, 0, 0], [0, 0, 1.0]])
     u = logits - 2.0 * torch.tensor([1 / 2, 1.0, 1.0])
-    for denominator, expected in (("all", [0.0, u[1, 0] - u[1, 2]]), ("others", [u[0, 2] - u[0, 0], u[1, 0] - u[1, 2]])):
+    for denominator, expected in (
+        ("all", [0.0, u[1, 0] - u[1, 2]]),
+        ("others", [u[0, 2] - u[0, 0], u[1, 0] - u[1, 2]]),
+    ):
         algorithm = toys.method(kind, tau=2.0, denominator=denominator)
         assert isinstance(algorithm, FedLC)
         z = logits.clone().requires_grad_()

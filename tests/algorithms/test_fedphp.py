@@ -94,6 +94,7 @@ def check_1_without_a_teacher_what_is_sent_is_fedavgs(kind: type[Algorithm]) -> 
         for turn, other in zip(toys.play(kind, settings={"lam": 0.0} | settings, **PARTIAL), reference, strict=True):
             assert turn.ups.keys() == other.ups.keys()
             assert all(toys.same(up, other.ups[client]) for client, up in turn.ups.items())
+            assert toys.same(turn.next_server, other.next_server)
 
 
 def check_2_the_first_model_is_inherited_whole(kind: type[Algorithm]) -> None:

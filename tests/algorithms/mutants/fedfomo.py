@@ -1,7 +1,9 @@
 """Planted bugs of FedFomo."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -9,6 +11,7 @@ from pflsec.algorithms.personalized_aggregation.fedfomo import TINY, FedFomo
 from pflsec.core.algorithm import Done
 from pflsec.core.items import Items, prefixed, select
 from pflsec.core.local import Local
+from pflsec.training.local import LocalWork
 from tests.algorithms import test_fedfomo as fedfomo
 from tests.algorithms.mutants.planted import Mutant
 
@@ -102,7 +105,18 @@ class ForgetsOldScores(FedFomo):
         return super().aggregate(server | {"likes": torch.eye(self.clients)}, ups)
 
 
+def _holds_few_rows_back_whole(patch: pytest.MonkeyPatch) -> None:
+    """A fifth of fewer than five rows is none, and counted from the end none is all."""
+
+    def split(self: LocalWork, share: float, purpose: str) -> tuple[LocalWork, LocalWork]:
+        first = int(share * self.num_samples)
+        return replace(self, x=self.x[-first:], y=self.y[-first:]), replace(self, x=self.x[:-first], y=self.y[:-first])
+
+    patch.setattr(LocalWork, "split", split)
+
+
 MUTANTS = [
+    Mutant("few rows all held", FedFomo, fedfomo.check_few_rows_are_split_too, patch=_holds_few_rows_back_whole),
     Mutant("split drawn anew", FedFomo, fedfomo.check_5_held_rows_are_never_trained_on, SplitsAnewEveryRound),
     Mutant("held rows trained on", FedFomo, fedfomo.check_1_without_peers_it_is_isolated_training, TrainsOnAllRows),
     Mutant("base is its own model", FedFomo, fedfomo.check_0_the_start_follows_the_scores, ScoresAgainstTheOwnModel),

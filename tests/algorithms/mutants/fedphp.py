@@ -1,5 +1,7 @@
 """Planted bugs of FedPHP."""
 
+from collections.abc import Mapping
+
 import pytest
 import torch
 from torch import Tensor
@@ -36,6 +38,13 @@ class ExchangesTheShares(FedPHP):
     def inherit(self, state: Items, w: Items) -> Items:
         kept, new = super().inherit(state, w), select(state, *self.private)
         return kept | combine(lambda h, a, b: a + b - h, select(kept, *self.private), w, new)
+
+
+class PlainMean(FedPHP):
+    """Clients count alike, whatever their rows."""
+
+    def aggregate(self, server: Items, ups: Mapping[int, Items]) -> Items:
+        return super().aggregate(server, {c: up | {"num_samples": torch.tensor(1)} for c, up in ups.items()})
 
 
 class LearnsFromTheTeacherAlways(FedPHP):
@@ -108,6 +117,7 @@ MUTANTS = [
         fedphp.check_1_without_a_teacher_what_is_sent_is_fedavgs,
         LearnsFromTheTeacherAlways,
     ),
+    Mutant("plain mean", FedPHP, fedphp.check_1_without_a_teacher_what_is_sent_is_fedavgs, PlainMean),
     Mutant("taught by itself", FedPHP, fedphp.check_0_steps_follow_the_objective, TeachesItself),
     Mutant("taught by its own outputs", FedPHP, fedphp.check_0_outputs_follow_softened_ones, TeachesItself),
     Mutant("fixed widths", FedPHP, fedphp.check_0_steps_follow_the_objective, patch=_fixed_widths),

@@ -83,7 +83,10 @@ MUTANTS = [
     ),
     Mutant("alias, seen in the log", PFedMe, pfedme.check_4_one_batch_gives_the_personal_model_away, PersonalIsAnAlias),
     Mutant(
-        "personal model never stored", PFedMe, pfedme.check_0_the_two_loops_follow_the_algorithm, ForgetsThePersonalModel
+        "personal model never stored",
+        PFedMe,
+        pfedme.check_0_the_two_loops_follow_the_algorithm,
+        ForgetsThePersonalModel,
     ),
     Mutant("mean by rows", PFedMe, pfedme.check_2_limits_of_both_paces, MeanByRows),
     Mutant("the global model is tested", PFedMe, pfedme.check_the_personal_model_is_tested, TestedGlobally),

@@ -8,7 +8,8 @@ Wire     down mean, sets, known | up prototype, held (counts with weighting = co
 Cost     FedAvg's pass over the body and one forward pass; (N + 1) C d numbers down, C d up; N C d on the server.
 Leaks    The exact set of a client's labels, and means of unit features: of the public first extractor in its first
          exchange, later of one that nobody sees. Every client receives every other one's means, not their mean alone.
-Limits   First exchange: nothing is trained. One known class: likewise.   include_positive: softmax cross entropy, twice.
+Limits   First exchange of a client, also of a late one, and one known class: nothing is trained.
+         include_positive: softmax cross entropy, twice.
 Differs  denominator: PFLlib keeps the positive class.  tau: authors' code 0.07, PFLlib 1.  steps: theirs Adam, here SGD.
          objective: the authors' published code contrasts prototypes with the features of a batch, and has no mean.
 """
@@ -71,7 +72,7 @@ class FedPCL(Algorithm[FedPCLConfig]):
         return {"mean": server["table"][known], "sets": filled[who][:, known], "known": known}
 
     def local(self, ctx: Local, state: Items, down: Items) -> Done:
-        body, contrasts = select(state, "body"), self.contrasts(down)
+        body, contrasts = select(state, "body"), self.contrasts(state, down)
         if contrasts:
             body = ctx.fit(body, on=self.contrast(ctx, down))
         target = ctx.one_hot(ctx.targets()).to(down["mean"])
@@ -83,9 +84,9 @@ class FedPCL(Algorithm[FedPCLConfig]):
         up = {"prototype": table[held], "held": held}
         return Done(kept, up | ({"counts": counts} if self.cfg.weighting == "count" else {}))
 
-    def contrasts(self, down: Items) -> bool:
-        """Return whether there is anything to contrast: at least two known classes."""
-        return int(down["known"].sum()) > 1
+    def contrasts(self, state: Items, down: Items) -> bool:
+        """Return whether a client trains: it has sent its prototypes before, and at least two classes are known."""
+        return bool(state["held"].any()) and int(down["known"].sum()) > 1
 
     def contrast(self, ctx: Local, down: Items) -> LossPerExample:
         """Return l(mean) + the mean of l over the received sets. A class that is not known adds nothing."""
@@ -134,7 +135,7 @@ class FedPCL(Algorithm[FedPCLConfig]):
         return torch.where(items["held"], -distance, -torch.inf)
 
     def observe(self, memory: Items, down: Items, up: Items) -> Items:
-        trained = memory["trained"] | torch.tensor(self.contrasts(down))
+        trained = memory["trained"] | torch.tensor(self.contrasts(memory, down))
         return memory | {"table": self._table(up), "held": up["held"], "trained": trained}
 
     def reconstruct_state(self, memory: Items) -> Items:

@@ -40,11 +40,11 @@ def newcomer(algorithm: Algorithm) -> Items:
 
 
 def done(kind: type[Algorithm], down: Items, work: dict[str, Any] | None = None, **settings: Any) -> Done:
-    """Return one exchange of a client with ten rows of all classes."""
+    """Return the second exchange of a client with ten rows of all classes."""
     algorithm = toys.method(kind, **settings)
     x, y = toys.batch(10)
     context = toys.work(**({"x": x, "y": y, "net": algorithm.net} | (work or {})))
-    return algorithm.local(context, newcomer(algorithm), down)
+    return algorithm.local(context, newcomer(algorithm) | {"held": torch.ones(C, dtype=torch.bool)}, down)
 
 
 def contrast(down: Items, tau: float, positive: bool = False) -> toys.Loss:
@@ -97,6 +97,19 @@ def check_1_the_first_round_trains_nothing(kind: type[Algorithm]) -> None:
         rows = means(first.states[client], *made.federation.train(client))
         assert torch.allclose(up["prototype"], torch.stack(list(rows.values())), atol=1e-14)
         assert float(up["prototype"].norm(dim=1).max()) <= 1 + 1e-6
+
+
+def check_1_who_joins_late_only_sends_at_first(kind: type[Algorithm]) -> None:
+    """Its first extractor makes its first prototypes, whatever it receives; from its second exchange on it trains."""
+    made, seen, late = toys.setup(kind, participation=0.5, seed=3), set[int](), 0
+    for turn in toys.rounds(made, 6):
+        for client in turn.ups:
+            moved = not toys.same(select(turn.next_states[client], "body"), select(turn.states[client], "body"))
+            assert moved == (client in seen)
+            assert bool(turn.next_states[client]["trained"]) == (client in seen)
+            late += turn.t > 0 and client not in seen
+        seen |= turn.ups.keys()
+    assert late
 
 
 def check_2_the_order_of_classes_changes_nothing(kind: type[Algorithm]) -> None:
@@ -199,6 +212,10 @@ def test_fedpcl_0_steps_follow_the_objective():
 
 def test_fedpcl_1_the_first_round_trains_nothing():
     check_1_the_first_round_trains_nothing(FedPCL)
+
+
+def test_fedpcl_1_who_joins_late_only_sends_at_first():
+    check_1_who_joins_late_only_sends_at_first(FedPCL)
 
 
 def test_fedpcl_2_the_order_of_classes_changes_nothing():

@@ -62,6 +62,13 @@ class LeavesThePositiveOut(FedPCL):
         return other.local(ctx, state, down)
 
 
+class TrainsWhateverItReceives(FedPCL):
+    """A late client trains before it has sent anything."""
+
+    def contrasts(self, state: Items, down: Items) -> bool:
+        return super().contrasts(state | {"held": torch.ones_like(state["held"])}, down)
+
+
 class TrainsInTheFirstRound(FedPCL):
     """Zeros stand for the prototypes that there are not."""
 
@@ -109,6 +116,12 @@ MUTANTS = [
     Mutant("positive kept", FedPCL, fedpcl.check_0_steps_follow_the_objective, KeepsThePositive),
     Mutant(
         "positive left out", FedPCL, fedpcl.check_3_with_the_positive_it_is_cross_entropy_twice, LeavesThePositiveOut
+    ),
+    Mutant(
+        "late clients train at once",
+        FedPCL,
+        fedpcl.check_1_who_joins_late_only_sends_at_first,
+        TrainsWhateverItReceives,
     ),
     Mutant("trains at once", FedPCL, fedpcl.check_1_the_first_round_trains_nothing, TrainsInTheFirstRound),
     Mutant(

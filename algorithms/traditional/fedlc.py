@@ -14,6 +14,7 @@ Differs  denominator: the paper's formula sums over the other classes alone, whi
          and public code take all.  tau: no value in the paper, PFLlib 1.  counts: PFLlib sums everybody's.
 """
 
+import warnings
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from pflsec.core.algorithm import Algorithm, Done, mean_of_uploads, sample_count
 from pflsec.core.config import Config, at_least, option
+from pflsec.core.errors import PflsecWarning
 from pflsec.core.items import Items, select
 from pflsec.core.local import Local
 
@@ -83,6 +85,13 @@ class FedLC(Algorithm[FedLCConfig]):
             return self.calibrated(self.net.logits(model, x), ctx.one_hot(y), counts)
 
         known = self.cfg.tau > 0 and bool(counts.any())
+        if known and self.cfg.missing == "mask" and (counts > 0).sum() == 1:
+            warnings.warn(
+                "fedlc: a client, or a probe of round 0, has rows of one class alone, so that nothing of its model moves. "
+                "missing = floor keeps the other classes in.",
+                PflsecWarning,
+                stacklevel=2,
+            )
         model = ctx.fit(select(down, *self.shared), on=loss if known else ctx.ce)
         sent = sample_count(ctx) if self.cfg.weighting == "samples" else {}
         sent |= {"label_counts": own} if self.cfg.counts == "global" else {}

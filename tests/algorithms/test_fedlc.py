@@ -1,5 +1,6 @@
 """FedLC. The checks take the method's class, so that planted bugs can be put to them."""
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from pflsec.algorithms.traditional.fedavg import FedAvg
 from pflsec.algorithms.traditional.fedlc import FedLC
 from pflsec.core.algorithm import Algorithm
+from pflsec.core.errors import PflsecWarning
 from pflsec.core.items import Items, select
 from pflsec.training.local import Training, Unrolled
 from tests import toys
@@ -168,6 +170,22 @@ def test_fedlc_6_the_model_is_used_without_margins():
 
 def test_large_logits_stay_finite():
     check_large_logits_stay_finite(FedLC)
+
+
+def test_a_client_of_one_class_is_warned_about():
+    algorithm, down = toys.method(FedLC), toys.tiny().fresh(0)
+    with pytest.warns(PflsecWarning, match="one class alone"):
+        algorithm.local(toys.work(*toys.batch(classes=(1,))), algorithm.init_client({}, down), down)
+    quiet: list[tuple[dict[str, Any], tuple[int, ...]]] = [
+        ({"missing": "floor"}, (1,)),
+        ({"tau": 0.0}, (1,)),
+        ({}, (0, 1)),
+    ]
+    for settings, classes in quiet:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            work = toys.work(*toys.batch(classes=classes))
+            toys.method(FedLC, **settings).local(work, algorithm.init_client({}, down), down)
 
 
 def test_a_floor_keeps_a_missing_class_as_one_of_a_single_row():

@@ -3,8 +3,8 @@
     python -m benchmarks.accuracy_tables digits                      all methods, 20 clients, Dirichlet 0.1, 20 rounds, 3 seeds
     python -m benchmarks.accuracy_tables mnist300 mnist70k.npz       ten methods, natural clients cut to 300 rows, 10 rounds
 
-Runs that stand in the CSV file are not made again. Seconds are of one thread on this machine, beside other work: compare
-them within a table.
+Runs that stand in the CSV file are not made again. Seconds there are of one thread on a busy machine: for the cost of a
+round see benchmarks/bench_rounds.py, which measures all methods in turn.
 """
 
 import csv
@@ -110,11 +110,11 @@ def summary(table: pd.DataFrame, clients: int, rounds: int) -> str:
         found.append((
             -group["mean"].mean(),
             f"| {key} | {100 * group['mean'].mean():.1f}{spread} | {100 * group['worst10'].mean():.1f} | {common} "
-            f"| {per_client[0]} | {per_client[1]} | {group['seconds'].median():.2f} |",
+            f"| {per_client[0]} | {per_client[1]} |",
         ))  # fmt: skip
     head = (
-        "| method | personal accuracy, % | worst tenth, % | global model, % | down, kB | up, kB | s/round |\n"
-        "|---|---|---|---|---|---|---|"
+        "| method | personal accuracy, % | worst tenth, % | global model, % | down, kB | up, kB |\n"
+        "|---|---|---|---|---|---|"
     )
     return "\n".join([head, *(line for _, line in sorted(found))]) + "\n"
 

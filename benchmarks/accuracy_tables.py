@@ -31,6 +31,12 @@ Job = tuple[str, int, dict[str, Any], str | None]
 """Method, seed, options, and the file of a dataset in place of the configured one."""
 
 
+CHANGED: dict[str, dict[str, Any]] = {"pfedme": {"beta": 1.0}, "ditto": {"lam": 1.0}}
+"""What in PFLlib's settings makes a method another one: at beta 0 the shared model never moves, at lam 0 nothing is shared."""
+PACE = {"apple": 20.0}
+"""PFLlib multiplies APPLE's learning rate by the number of clients: a core's slope is its share, 1/20, of the mixture's."""
+
+
 def digits() -> list[Job]:
     """Return the runs of the table of all methods."""
     options = {"data": "digits", "alpha": 0.1, "clients": 20, "rounds": 20}
@@ -41,11 +47,7 @@ def mnist300(path: str) -> list[Job]:
     """Return the runs on PFLlib's division of MNIST with PFLlib's settings."""
     options = {"partition": "natural", "test": "given", "rounds": 10}
     common = {"lr": 0.005, "batch_size": 10, "local_epochs": 1}
-    return [(key, 0, options | common, path) for key in TEN]
-
-
-CHANGED: dict[str, dict[str, Any]] = {"pfedme": {"beta": 1.0}, "ditto": {"lam": 1.0}}
-"""What in PFLlib's settings makes a method another one: at beta 0 the shared model never moves, at lam 0 nothing is shared."""
+    return [(key, 0, options | common | {"lr": 0.005 * PACE.get(key, 1)}, path) for key in TEN]
 
 
 def run(job: Job) -> dict[str, Any]:

@@ -24,7 +24,7 @@ class MatchingConfig(Config):
     hidden: Hidden = option(
         default="auto",
         about="the client's private items: log where the wire reveals them, else joint (optimised with the data); guess: drawn "
-        "as a newcomer would; oracle: given",
+        "as a newcomer would; cotangent: the unknown gradient at the features in place of a hidden head; oracle: given",
     )
     precision: Literal["float32", "float64"] = option(default="float64", about="arithmetic of the replay")
 
@@ -54,7 +54,7 @@ def match(
         problem = Problem(cap, cfg.labels, cfg.hidden, rng, dtype)
         attempts = [problem, problem.joint_from_here()] if problem.hidden == "oracle" else [problem]
         for attempt in attempts:
-            found = descend(_loss(attempt, distance(cap.target), prior), attempt.start(draw), plans, box)
+            found = descend(_loss(attempt, distance(attempt.target), prior), attempt.start(draw), plans, box)
             endings[found.status] += 1
             if best is None or found.objective < best[0].objective:
                 best = (found, attempt)

@@ -11,7 +11,7 @@ from torch import Tensor
 from pflsec.core.attack import Status
 
 Free = dict[str, Tensor]
-"""The unknowns of an attack by name: x, labels, state.<item>."""
+"""The unknowns of an attack by name: x, labels, state.<item>, cotangent."""
 
 Loss = Callable[[Free], tuple[Tensor, Tensor]]
 """(unknowns) -> (what is minimised, the matching part alone), both 0-d."""
@@ -120,7 +120,7 @@ def _lbfgs(loss: Loss, free: Free, plan: Plan, best: Best) -> Status:
 
 
 def _adam(loss: Loss, free: Free, plan: Plan, best: Best, box: tuple[Tensor, Tensor]) -> Status:
-    groups = [{"params": [v], "lr": plan.state_lr if k.startswith("state.") else plan.lr} for k, v in free.items()]
+    groups = [{"params": [v], "lr": plan.lr if k in ("x", "labels") else plan.state_lr} for k, v in free.items()]
     optimiser = torch.optim.Adam(groups)
     stages = [round(share * plan.iterations) for share in plan.decay_at]
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimiser, stages, gamma=0.1)

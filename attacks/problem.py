@@ -13,7 +13,9 @@ from pflsec.core.items import Items, cast, floating
 from pflsec.wire.capture import MOST_STEPS, Capture
 
 Labels = Literal["restore", "optimise", "known"]
-Hidden = Literal["auto", "guess", "joint", "log", "oracle"]
+Hidden = Literal["auto", "guess", "joint", "cotangent", "log", "oracle"]
+COTANGENT = "cotangent"
+COTANGENT_SIZE = 0.05  # standard deviation at the start; the scale cannot be told from a direction
 Draw = Callable[[Capture, torch.Generator, torch.dtype], Tensor]
 
 
@@ -35,9 +37,12 @@ def gaussian_inputs(cap: Capture, rng: torch.Generator, dtype: torch.dtype) -> T
 class Problem:
     """The unknowns of one attempt at a capture.
 
-    labels  how labels were found: known, wire (labels that were sent), restored, or optimised as soft labels
+    labels  how labels were found: known, wire (labels that were sent), restored, optimised as soft labels, or none (they
+            are neither known nor needed)
     hidden  how the client's private items are treated: none (there are none, or the upload does not depend on them),
-            log, guess, joint (all, or those that the log does not reveal), oracle
+            log, guess, joint (all, or those that the log does not reveal), oracle, cotangent (the gradient at the
+            features is unknown in place of a head and its loss)
+    target  what a guess is held against: all that the upload says about the data, or with a cotangent the body's gradient
     Raises NotApplicable when nothing that was sent depends on the data.
     """
 
@@ -53,10 +58,17 @@ class Problem:
         self.secret: set[str] = set()
         self.state, self.hidden = self._private(hidden)
         self.free_state = self.hidden == "joint"
+        self.target = cap.target
+        if self.hidden == COTANGENT:
+            self.target = self._body_gradient()
+            self.labels = self.labels if self.y is not None else "none"
 
     def start(self, draw: Draw) -> Free:
         """Return the first values of all unknowns."""
         free = {"x": draw(self.cap, self.rng, self.dtype)}
+        if self.hidden == COTANGENT:
+            size = self.cap.count, self.cap.feature_dim
+            return free | {COTANGENT: COTANGENT_SIZE * torch.randn(*size, generator=self.rng, dtype=self.dtype)}
         if self.y is None:
             free["labels"] = torch.randn(self.cap.count, self.cap.input.classes, generator=self.rng, dtype=self.dtype)
         if self.free_state:
@@ -64,14 +76,16 @@ class Problem:
         return free
 
     def replay(self, free: Mapping[str, Tensor]) -> Items:
-        """Return what the client would have sent for these values."""
+        """Return what the client would have sent for these values, as far as it stands in `target`."""
+        if self.hidden == COTANGENT:
+            return self.cap.pullback(free["x"], free[COTANGENT])
         y = torch.softmax(free["labels"], 1) if self.y is None else self.y
         guessed = {k.removeprefix("state."): v for k, v in free.items() if k.startswith("state.")}
         return self.cap.replay(free["x"], y, self.state | guessed)
 
-    def found_labels(self, free: Mapping[str, Tensor]) -> Tensor:
-        """Return the labels of a solution, int64 [B]."""
-        return free["labels"].argmax(1) if self.y is None else self.y
+    def found_labels(self, free: Mapping[str, Tensor]) -> Tensor | None:
+        """Return the labels of a solution, int64 [B], or None where they are neither known nor sought."""
+        return free["labels"].argmax(1) if self.y is None and "labels" in free else self.y
 
     def joint_from_here(self) -> "Problem":
         """Return the same problem with its private items freed, starting where they are."""
@@ -100,6 +114,8 @@ class Problem:
         given = policy == "oracle" and cap.state is not None
         state = cast(cap.state or {}, self.dtype) if given else newcomer | known
         self.secret = self._influential(state)
+        if policy == COTANGENT:
+            return state, policy
         if not self.secret:
             return state, "none"
         if policy == "oracle" and not given:
@@ -110,6 +126,24 @@ class Problem:
         if given:
             return state, "oracle"
         return state, "log" if not self.secret else "guess" if policy == "guess" else "joint"
+
+    def _body_gradient(self) -> Items:
+        """Return what the upload says about the body. Raises NotApplicable unless that is one step's gradient of a body that
+        the adversary has, with a hidden head, and nothing else, in the way."""
+        cap, why = self.cap, "a cotangent stands in for a hidden head in one local step"
+        if cap.record.steps > 1:
+            raise NotApplicable(f"{why}; the upload is the sum of {cap.record.steps}")
+        if any(name.startswith("head.") for name in cap.target):
+            raise NotApplicable(f"{why}; here the head is on the wire")
+        x = torch.zeros(cap.count, *cap.input.shape, dtype=self.dtype)
+        names = cap.pullback(x, torch.zeros(cap.count, cap.feature_dim, dtype=self.dtype)).keys()
+        if not names or not names <= cap.target.keys():
+            raise NotApplicable(f"{why}; here no gradient of the body is on the wire")
+        if not self.secret:
+            raise NotApplicable(f"{why}; here what is sent depends on no hidden head")
+        if others := sorted(name for name in self.secret if not name.startswith("head.")):
+            raise NotApplicable(f"{why}; here {', '.join(others)} would stay hidden as well")
+        return {name: cap.target[name] for name in names}
 
     def _influential(self, state: Items) -> set[str]:
         """Return the names of the private items upon which the upload depends: the others need not be known."""

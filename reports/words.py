@@ -32,6 +32,7 @@ LABELS = {
     "wire": "labels come from a label set that is itself on the wire",
     "optimise": "labels are optimised together with the image",
     "known": "labels are given: an upper bound",
+    "none": "labels are not needed, and none are found",
 }
 OWN_FLAGS = ("iterations", "restarts", "labels", "hidden")
 LPIPS = re.compile(r"lpips_([a-z]+)")

@@ -26,7 +26,7 @@ class InvertingGradientsConfig(MatchingConfig):
     iterations: int = at_least(1, default=1000, about="Adam steps", paper=4800)
     tv: float = at_least(0, default=1e-6, about="weight of total variation", untrained=1e-6, trained=0.1)
     lr: float = above(0, default=0.1, about="Adam step size on pixels and labels", paper=0.1)
-    state_lr: float = above(0, default=0.02, about="Adam step size on the client's private items")
+    state_lr: float = above(0, default=0.02, about="Adam step size on the client's private items, or on the cotangent")
     signed: bool = option(default=True, about="use the sign of the pixel gradient", paper=True)
     tolerance: float = at_least(0, default=1e-7, about="stop when the cosine distance is below")
 

@@ -26,7 +26,8 @@ def attack(
     knowledge: Annotated[str, typer.Option(help="wire, oracle, or wire+FLAG,FLAG.")] = "wire",
     labels: Annotated[str | None, typer.Option(help="restore, optimise or known. [default: the attack's]")] = None,
     hidden: Annotated[
-        str | None, typer.Option(help="Private items: auto, guess, joint, log or oracle. [default: the attack's]")
+        str | None,
+        typer.Option(help="Private items: auto, guess, joint, cotangent, log or oracle. [default: the attack's]"),
     ] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="NAME=VALUE of the attack's own settings; repeatable.")

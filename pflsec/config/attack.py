@@ -23,7 +23,7 @@ class AttackConfig(Config):
     adversary: str = option(default="server")
     knowledge: str = option(default="wire")
     labels: Literal["restore", "optimise", "known"] | None = option(default=None)
-    hidden: Literal["auto", "guess", "joint", "log", "oracle"] | None = option(default=None)
+    hidden: Literal["auto", "guess", "joint", "cotangent", "log", "oracle"] | None = option(default=None)
     settings: dict[str, Any] = Field(default_factory=dict)
     lpips: Literal["alex", "vgg", "squeeze", "none"] = option(default="alex")
     lpips_weights: str | None = None

@@ -7,10 +7,14 @@ import torch
 from torch import Tensor
 
 from pflsec.core.algorithm import Algorithm
-from pflsec.core.items import Items, cast, detached, floating
+from pflsec.core.errors import NotApplicable
+from pflsec.core.items import Items, cast, detached, floating, select
 from pflsec.models.network import Network
 from pflsec.training.local import Driver, LocalWork, Unrolled
 from pflsec.wire.capture import Capture, Record
+
+SEVERED_REST = 1e-6
+"""Relative size up to which a body counts as standing still: float64 differences of weights leave far less."""
 
 
 def local_work(
@@ -32,6 +36,19 @@ def local_work(
     )
 
 
+class Severed(Network):
+    """A network whose features have their values and pass no gradient on to the body."""
+
+    def __init__(self, net: Network):
+        self.__dict__ |= vars(net)
+
+    def features(self, items: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        return super().features(items, x).detach().requires_grad_()
+
+    def logits(self, items: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        return self.head(items, self.features(items, x))
+
+
 class Replay:
     """The method's own `local` on dummy data, as a differentiable function of data, labels and private items.
 
@@ -42,13 +59,44 @@ class Replay:
     def __init__(self, algorithm: Algorithm[Any], net: Network, record: Record, seed: int, reference: Items):
         self.algorithm, self.net, self.record, self.seed, self.reference = algorithm, net, record, seed, reference
         self._cast: dict[torch.dtype, tuple[Items, Items]] = {}
+        self._features_alone: bool | None = None
 
     def __call__(self, x: Tensor, y: Tensor, state: Items) -> Items:
         """Return Algorithm.change of the exchange that this batch would have caused."""
+        return self._change(self.algorithm, self.net, x, y, state)
+
+    def pullback(self, x: Tensor, u: Tensor) -> Items:
+        """Return the gradient of sum_i <u_i, body(x_i)> in the body at the start (see Capture.pullback)."""
+        body = select(self.algorithm.start(*self._constants(x.dtype)), "body")
+        if body.keys() != {name for name in self.net.shapes if name.startswith("body.")}:
+            return {}
+        if self._features_alone is None:
+            self._features_alone = self._moved_by_features_alone()
+        if not self._features_alone:
+            raise NotApplicable("the body is moved by more than what reaches it through its features")
+        leaves = {k: v.detach().requires_grad_() for k, v in body.items()}
+        inner = (u * self.net.features(leaves, x)).sum()
+        found = torch.autograd.grad(inner, list(leaves.values()), create_graph=True, allow_unused=True)
+        return {k: torch.zeros_like(v) if g is None else g for (k, v), g in zip(leaves.items(), found, strict=True)}
+
+    def _moved_by_features_alone(self) -> bool:
+        """Return whether the body stands still where its features pass no gradient on: judged on a batch of noise."""
+        rng = torch.Generator().manual_seed(self.seed % 2**63)
+        x = torch.randn(self.record.batch, *self.record.input.shape, generator=rng, dtype=torch.float64)
+        y = torch.full((self.record.batch, self.record.input.classes), 1 / self.record.input.classes, dtype=x.dtype)
+        state, severed = newcomer(self.algorithm, self.net, rng), Severed(self.net)
+        twin = type(self.algorithm)(self.algorithm.cfg, severed, self.algorithm.clients)
+        usual, left = (
+            sum(float(v.square().sum()) for v in select(detached(moved), "body").values()) ** 0.5
+            for moved in (self(x, y, state), self._change(twin, severed, x, y, state))
+        )
+        return left <= SEVERED_REST * usual
+
+    def _change(self, algorithm: Algorithm[Any], net: Network, x: Tensor, y: Tensor, state: Items) -> Items:
         reference, down = self._constants(x.dtype)
-        ctx = local_work(self.net, self.record, x, y, self.seed)
-        done = self.algorithm.local(ctx, cast(state, x.dtype), down)
-        return self.algorithm.change(reference, down, done.up, self.record.lr, self.record.steps)
+        ctx = local_work(net, self.record, x, y, self.seed)
+        done = algorithm.local(ctx, cast(state, x.dtype), down)
+        return algorithm.change(reference, down, done.up, self.record.lr, self.record.steps)
 
     def _constants(self, dtype: torch.dtype) -> tuple[Items, Items]:
         if dtype not in self._cast:
@@ -74,6 +122,7 @@ def capture(
     known = _known_state(algorithm, net, record, history)
     reference = _example(algorithm, net) | (known or {})
     state_seen, down, up = (cast(items, torch.float64) for items in (reference, record.down, record.up))
+    replay = Replay(algorithm, net, record, seed, reference)
     return Capture(
         record=record,
         target=detached(algorithm.change(state_seen, down, up, record.lr, record.steps)),
@@ -81,8 +130,10 @@ def capture(
         labels=labels,
         state=state,
         last_layer=net.last_layer,
-        replay_fn=Replay(algorithm, net, record, seed, reference),
+        replay_fn=replay,
         newcomer_fn=lambda rng: newcomer(algorithm, net, rng),
+        feature_dim=net.feature_dim,
+        pullback_fn=replay.pullback,
     )
 
 

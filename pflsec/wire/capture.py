@@ -15,6 +15,7 @@ MOST_STEPS = 50
 
 ReplayFn = Callable[[Tensor, Tensor, Items], Items]
 NewcomerFn = Callable[[torch.Generator], Items]
+PullbackFn = Callable[[Tensor, Tensor], Items]
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,9 @@ class Capture:
     last_layer: str | None
     replay_fn: ReplayFn
     newcomer_fn: NewcomerFn
+    feature_dim: int = 0
+    """Length of one image's features, which is where the head begins."""
+    pullback_fn: PullbackFn = lambda x, u: {}
 
     @property
     def input(self) -> InputSpec:
@@ -98,6 +102,15 @@ class Capture:
         client's private items.
         """
         return self.replay_fn(x, y, state)
+
+    def pullback(self, x: Tensor, u: Tensor) -> Items:
+        """Return the gradient of sum_i <u_i, body(x_i)> in the body with which local work begins, differentiable in both.
+
+        Whatever the head and the loss are, one step's gradient of the body is this for some u [B, feature_dim]. Empty where
+        local work begins with no body that the adversary has. Raises NotApplicable where the body is moved by more than its
+        features.
+        """
+        return self.pullback_fn(x, u)
 
     def newcomer(self, rng: torch.Generator) -> Items:
         """Return private items as a client that has just joined would draw them."""

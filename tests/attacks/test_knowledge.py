@@ -52,6 +52,7 @@ def test_what_is_not_known_is_refused_with_the_flag_that_grants_it(name: str, op
         {"adversary": "client", "knowledge": "wire+uplink"},
         {"adversary": "eavesdropper", "knowledge": "wire+hyper,history", "hidden": "log"},
         {"hidden": "log"},
+        {"hidden": "cotangent"},
         {"adversary": "malicious-server"},
     ],
 )

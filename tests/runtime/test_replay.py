@@ -1,14 +1,20 @@
 """What an adversary is given, and the check that a capture can be replayed at all."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from pflsec.algorithms.model_splitting.fedrep import FedRep
+from pflsec.core.algorithm import Done
+from pflsec.core.errors import NotApplicable
 from pflsec.core.items import Items, select
+from pflsec.core.local import Local, half_squared_distance
 from pflsec.runtime.replay import capture, newcomer, relative_distance, residual
 from pflsec.wire.capture import Capture
 from tests import toys
+from tests.attacks.victims import victim
 from tests.contracts.cases import Case, Exchange, exchange
 from tests.contracts.test_every_method import _with, probe
 
@@ -76,6 +82,51 @@ def test_a_replay_is_differentiable_in_data_labels_and_state():
     total = torch.stack([v.square().sum() for v in cap.replay(x, y, state).values()]).sum()
     found = torch.autograd.grad(total, [x, y, *state.values()])
     assert all(g.abs().max() > 0 for g in found)
+
+
+# --- the body's gradient through its features
+
+
+def test_a_pullback_is_what_the_chain_rule_says():
+    """z = tanh(W x + b), so d<u, z>/dW = (u (1 - z^2)) x^T and d<u, z>/db = u (1 - z^2), summed over the batch."""
+    ex, cap = given(Case("fedrep"), history=True)
+    x, u = toys.batch(2)[0].double(), torch.randn(2, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    slope = u * (1 - toys.hand_features({k: v.double() for k, v in ex.down.items()}, x).square())
+    expected = {"body.fc1.weight": slope.T @ x.flatten(1), "body.fc1.bias": slope.sum(0)}
+    assert cap.feature_dim == 5
+    assert toys.distance(cap.pullback(x, u), expected) < 1e-14
+
+
+def test_a_pullback_is_differentiable_in_image_and_cotangent():
+    _, cap = given(Case("fedrep"), history=True)
+    x, u = torch.ones(2, *toys.SHAPE, dtype=torch.float64), torch.ones(2, 5, dtype=torch.float64)
+    assert torch.autograd.gradcheck(
+        lambda x, u: tuple(cap.pullback(x, u).values()), (x.requires_grad_(), u.requires_grad_())
+    )
+
+
+def test_without_a_body_at_the_start_there_is_nothing_to_pull_back():
+    _, cap = given(Case("fedproto"), history=True)
+    assert cap.pullback(torch.zeros(2, *toys.SHAPE), torch.zeros(2, 5)) == {}
+
+
+class Decaying(FedRep):
+    """FedRep whose body is also pulled to zero: no gradient at the features can do that."""
+
+    key = "decaying"
+
+    def local(self, ctx: Local, state: Items, down: Items) -> Done:
+        head, pull = state, half_squared_distance(0.1, {k: torch.zeros_like(v) for k, v in down.items()})
+        return Done(state, up=ctx.fit(down, on=lambda b, x, y: ctx.ce(b | head, x, y), penalty=pull))
+
+
+def test_a_body_that_is_moved_by_more_than_its_features_is_refused():
+    v = victim()
+    algorithm: Any = toys.method(Decaying)
+    record = replace(v.record, down=select(v.record.down, "body"), up=select(v.record.up, "body"))
+    cap = capture(algorithm, algorithm.net, record, history=True, seed=0)
+    with pytest.raises(NotApplicable, match="more than what reaches it through its features"):
+        cap.pullback(torch.zeros(1, *toys.SHAPE), torch.zeros(1, 5))
 
 
 def test_a_replay_computes_in_the_dtype_of_its_images():

@@ -110,6 +110,11 @@ class Algorithm(Generic[C]):
         """
         return items
 
+    @property
+    def personalises(self) -> bool:
+        """Whether `personalise` does anything."""
+        return type(self).personalise is not Algorithm.personalise
+
     def scores(self, items: Items, x: Tensor) -> Tensor:
         """Return the class scores [B, classes] of the deployed model; the largest is its prediction."""
         return self.net.logits(items, x)

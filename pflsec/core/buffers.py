@@ -60,6 +60,10 @@ class LocalBuffers(Algorithm[Any]):
         inner, received = self._inside(state, down)
         return self.inner.deploy_trained(inner, received, self._completed(up, received))
 
+    @property
+    def personalises(self) -> bool:
+        return self.inner.personalises
+
     def personalise(self, ctx: Local, items: Items) -> Items:
         return self.inner.personalise(ctx, items)
 

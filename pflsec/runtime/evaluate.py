@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from pflsec.core.algorithm import Algorithm
 from pflsec.core.items import Items
 from pflsec.runtime.executor import Executor, Score, Trial
 from pflsec.runtime.setup import Setup
@@ -19,23 +18,18 @@ def everybody(
     deployed = [algorithm.deploy(states[c], algorithm.serve(server, c)) for c in range(count)]
     trials = [Trial(t, c, items) for c, items in [*enumerate(deployed), *trained.items()]]
     common = algorithm.global_model(server)
-    again = common is not None and not _tested_already(setup, deployed, common)
-    if common is not None and again:
-        trials.append(Trial(t, None, common))
-    scores = executor.test(trials)
-    personal, own = scores[:count], dict(zip(trained, scores[count:], strict=False))
-    overall = None if common is None else scores[-1] if again else _together(personal)
-    return (
-        [score.accuracy for score in personal],
-        {c: score.accuracy for c, score in own.items()},
-        overall and overall.accuracy,
-    )
+    alone = [] if common is None or _tested_already(setup, deployed, common) else [Trial(t, None, common)]
+    scores = executor.test(trials + alone)
+    personal, own = scores[:count], scores[count : len(trials)]
+    overall = None if common is None else (scores[-1] if alone else _together(personal)).accuracy
+    return [s.accuracy for s in personal], {c: s.accuracy for c, s in zip(trained, own, strict=True)}, overall
 
 
 def _tested_already(setup: Setup, deployed: Sequence[Items], common: Items) -> bool:
     """Return whether the clients together test the global model on its rows: nothing is computed twice."""
-    as_it_is = type(setup.algorithm).personalise is Algorithm.personalise
-    return as_it_is and setup.federation.clients_share_global_test and all(_same_tensors(m, common) for m in deployed)
+    if setup.algorithm.personalises or not setup.federation.clients_share_global_test:
+        return False
+    return all(_same_tensors(model, common) for model in deployed)
 
 
 def _together(scores: Sequence[Score]) -> Score:

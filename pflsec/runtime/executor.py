@@ -173,9 +173,11 @@ def test(setup: Setup, trial: Trial) -> Score:
     if trial.client is None:
         with naming(setup, f"round {trial.round}, global model", "scores"):
             return _count(setup, items, *setup.federation.global_test_set())
-    with naming(setup, f"round {trial.round}, client {trial.client}", "personalise"):
-        items = algorithm.personalise(context(setup, trial.round, trial.client), items)
-    with naming(setup, f"round {trial.round}, client {trial.client}", "scores"):
+    where = f"round {trial.round}, client {trial.client}"
+    if algorithm.personalises:
+        with naming(setup, where, "personalise"):
+            items = algorithm.personalise(context(setup, trial.round, trial.client), items)
+    with naming(setup, where, "scores"):
         return _count(setup, items, *setup.federation.test(trial.client))
 
 

@@ -14,6 +14,7 @@ from pflsec.core.algorithm import Done
 from pflsec.core.errors import TrainingError
 from pflsec.core.items import Items
 from pflsec.core.local import Local
+from pflsec.data.federation import Federation
 from pflsec.models.network import Network
 from pflsec.runtime import evaluate
 from pflsec.runtime.executor import Trial
@@ -203,3 +204,13 @@ def test_a_module_that_cannot_read_channels_last_is_tested_as_it_is_trained():
     )
     assert torch.equal(laid, x)
     assert laid.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_a_model_that_is_tested_as_it_is_asks_for_no_training_rows(monkeypatch: pytest.MonkeyPatch):
+    made = toys.setup("fedavg")
+
+    def train(self: Federation, client: int) -> Any:
+        raise AssertionError("training rows were made")
+
+    monkeypatch.setattr(Federation, "train", train)
+    assert Trial(0, 1, made.net.fresh(0)).do(made).rows == 3

@@ -123,8 +123,9 @@ class FedFomo(Algorithm[FedFomoConfig]):
             return held.head_ce(model, held.features(model), y).mean()
 
         before, order, scores = loss(base), 1 if self.cfg.norm == "l1" else 2, []
+        candidates = self.candidates(state, down)
         for i in range(1 + int(down["peers"].sum())):
-            model = {k: v[i] for k, v in self.candidates(state, down).items()}
+            model = {k: v[i] for k, v in candidates.items()}
             apart = torch.cat([(v - base[k]).flatten() for k, v in model.items()])
             scores.append((before - loss(model)) / (torch.linalg.vector_norm(apart, order) + TINY))
         return torch.stack(scores)

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from pflsec.core.algorithm import Algorithm, Done, mean_of_uploads, sample_count
 from pflsec.core.config import Config, above, at_least, between, option
-from pflsec.core.items import Items, combine, prefixed, repeated, select, without_prefix
+from pflsec.core.items import Items, combine, prefixed, repeated, select, with_rows, without_prefix
 from pflsec.core.local import Local
 
 RIDGE = 1e-12  # relative: of several best mixtures the one nearest to uniform
@@ -112,13 +112,11 @@ class FedPAC(Algorithm[FedPACConfig]):
         number = counts.sum(0)
         pooled = (counts[:, :, None] * table).sum(0) / torch.where(number > 0, number, 1)[:, None]
         prototype = torch.where((number > 0)[:, None], pooled, server["prototype"])
-        a, who = self.mixtures(list(ups.values())), torch.tensor(list(ups))
+        a = self.mixtures(list(ups.values()))
         sent = combine(lambda *heads: torch.stack(heads), *(select(up, "head") for up in ups.values()))
-        mixed = combine(
-            lambda old, new: old.index_copy(0, who, torch.tensordot(a.to(new), new, dims=1)),
-            without_prefix("mixed", server),
-            sent,
-        )
+        fresh = combine(lambda heads: torch.tensordot(a.to(heads), heads, dims=1), sent)
+        rows = {c: {k: v[i] for k, v in fresh.items()} for i, c in enumerate(ups)}
+        mixed = with_rows(without_prefix("mixed", server), rows)
         body = mean_of_uploads(ups, "body", weighting="samples")
         return body | prefixed("mixed", mixed) | {"prototype": prototype, "known": server["known"] | (number > 0)}
 

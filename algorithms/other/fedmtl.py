@@ -22,7 +22,7 @@ from torch import Tensor
 from pflsec.core.algorithm import Algorithm, Done
 from pflsec.core.config import Config, at_least, between, option
 from pflsec.core.errors import PflsecWarning
-from pflsec.core.items import Items, combine, prefixed, select, without_prefix
+from pflsec.core.items import Items, combine, prefixed, repeated, select, with_rows, without_prefix
 from pflsec.core.local import Local, Penalty, half_squared_distance, linear
 
 
@@ -47,8 +47,7 @@ class FedMTL(Algorithm[FedMTLConfig]):
 
     def init_server(self, fresh: Items) -> Items:
         omega = torch.eye(self.clients) - 1 / self.clients
-        bank = combine(lambda w: w.expand(self.clients, *w.shape).clone(), fresh)
-        return prefixed("bank", bank) | {"omega": omega.to(next(iter(fresh.values())))}
+        return prefixed("bank", repeated(fresh, self.clients)) | {"omega": omega.to(next(iter(fresh.values())))}
 
     def init_client(self, fresh: Items, server: Items) -> Items:
         return combine(lambda bank: bank[0].clone(), without_prefix("bank", server))
@@ -80,8 +79,7 @@ class FedMTL(Algorithm[FedMTLConfig]):
         return lambda w, rng: shrink(w, rng) + pull(w, rng)
 
     def aggregate(self, server: Items, ups: Mapping[int, Items]) -> Items:
-        who, latest = torch.tensor(list(ups)), combine(lambda *sent: torch.stack(sent), *ups.values())
-        bank = combine(lambda w, new: w.index_copy(0, who, new), without_prefix("bank", server), latest)
+        bank = with_rows(without_prefix("bank", server), ups)
         omega = server["omega"] if self.cfg.relation == "mean" else self.inverted(similarity(bank))
         return prefixed("bank", bank) | {"omega": omega.to(server["omega"])}
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from pflsec.core.algorithm import Algorithm, Done
 from pflsec.core.config import Config, above, at_least, between, option
 from pflsec.core.errors import PflsecWarning
-from pflsec.core.items import Items, combine, prefixed, select, without_prefix
+from pflsec.core.items import Items, combine, prefixed, repeated, select, with_rows, without_prefix
 from pflsec.core.local import Local, half_squared_distance
 from pflsec.core.network import Net
 
@@ -55,7 +55,7 @@ class FedAMP(Algorithm[FedAMPConfig]):
             )
 
     def init_server(self, fresh: Items) -> Items:
-        return prefixed("bank", combine(lambda w: w.expand(self.clients, *w.shape).clone(), fresh))
+        return prefixed("bank", repeated(fresh, self.clients))
 
     def init_client(self, fresh: Items, server: Items) -> Items:
         return combine(lambda bank: bank[0].clone(), without_prefix("bank", server))
@@ -88,11 +88,7 @@ class FedAMP(Algorithm[FedAMPConfig]):
         return Done(state=model, up=model)
 
     def aggregate(self, server: Items, ups: Mapping[int, Items]) -> Items:
-        who = torch.tensor(list(ups))
-        latest = combine(lambda *sent: torch.stack(sent), *ups.values())
-        return prefixed(
-            "bank", combine(lambda w, new: w.index_copy(0, who, new), without_prefix("bank", server), latest)
-        )
+        return prefixed("bank", with_rows(without_prefix("bank", server), ups))
 
     def deploy(self, state: Items, down: Items) -> Items:
         return state

@@ -24,7 +24,7 @@ from torch import Tensor
 from pflsec.core.algorithm import Algorithm, Done, mean_of_uploads, sample_count
 from pflsec.core.config import Config, at_least, option
 from pflsec.core.errors import PflsecWarning
-from pflsec.core.items import Items, select
+from pflsec.core.items import Items, select, with_rows
 from pflsec.core.local import Local
 
 EXPONENT = -1 / 4
@@ -114,8 +114,9 @@ class FedLC(Algorithm[FedLCConfig]):
         mean = mean_of_uploads(ups, *self.shared, weighting=self.cfg.weighting)
         if self.cfg.counts == "local":
             return mean
-        latest = torch.stack([up["label_counts"] for up in ups.values()])
-        return mean | {"label_counts": server["label_counts"].index_copy(0, torch.tensor(list(ups)), latest)}
+        return mean | with_rows(
+            select(server, "label_counts"), {c: select(up, "label_counts") for c, up in ups.items()}
+        )
 
     def global_model(self, server: Items) -> Items:
         return select(server, *self.shared)

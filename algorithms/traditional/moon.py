@@ -23,7 +23,7 @@ from torch import Tensor
 
 from pflsec.core.algorithm import Algorithm, Done, mean_of_uploads, sample_count
 from pflsec.core.config import Config, above, at_least, option
-from pflsec.core.items import Items, combine, prefixed, select, without_prefix
+from pflsec.core.items import Items, combine, prefixed, repeated, select, without_prefix
 from pflsec.core.local import Local
 
 
@@ -55,7 +55,7 @@ class MOON(Algorithm[MOONConfig]):
 
     def init_client(self, fresh: Items, server: Items) -> Items:
         """Return the pool of last bodies, [pool, ...] each with the newest first, and how many have been put there."""
-        start = combine(lambda w: w.expand(self.cfg.pool, *w.shape).clone(), select(server, "body"))
+        start = repeated(select(server, "body"), self.cfg.pool)
         return prefixed("last", start) | {"trained": torch.tensor(0)}
 
     def local(self, ctx: Local, state: Items, down: Items) -> Done:

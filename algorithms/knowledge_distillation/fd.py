@@ -23,6 +23,7 @@ from pflsec.core.algorithm import Algorithm, Done, PrivateStart
 from pflsec.core.config import at_least, option
 from pflsec.core.items import Items
 from pflsec.core.local import Local
+from pflsec.core.prototypes import as_table
 from pflsec.training.local import cross_entropy
 
 
@@ -79,8 +80,7 @@ class FD(Algorithm[FDConfig]):
 
     def local(self, ctx: Local, state: Items, down: Items) -> Done:
         cfg, classes = self.cfg, self.net.classes
-        table = down["teacher"].new_zeros(classes, classes)
-        table[down["known"]] = down["teacher"]
+        table = as_table(down["teacher"], down["known"])
         taught, entropy = down["known"].to(table), -torch.xlogy(table, table).sum(1)
         sums = [table.new_zeros(classes, classes + 1)]
 

@@ -30,6 +30,7 @@ from pflsec.core.algorithm import Algorithm, Done, mean_of_uploads, sample_count
 from pflsec.core.config import Config, above, at_least, between, option
 from pflsec.core.items import Items, combine, prefixed, repeated, select, with_rows, without_prefix
 from pflsec.core.local import Local
+from pflsec.core.prototypes import class_means
 
 RIDGE = 1e-12  # relative: of several best mixtures the one nearest to uniform
 
@@ -157,12 +158,6 @@ class FedPAC(Algorithm[FedPACConfig]):
         size = (self.cfg.head_lr or lr) * max(1, self.cfg.head_epochs)
         seen |= {k: (down[k] - v) / size for k, v in select(up, "head").items()}
         return {k: v for k, v in seen.items() if k != "label_counts"}
-
-
-def class_means(target: Tensor, z: Tensor) -> Tensor:
-    """Return the mean feature of each class, [C, d], from labels [n, C] and features [n, d]; zero where there is no row."""
-    counts = target.sum(0)
-    return target.T @ z / torch.where(counts > 0, counts, 1)[:, None]
 
 
 def simplex_minimum(p: np.ndarray) -> np.ndarray:

@@ -25,6 +25,7 @@ from pflsec.core.algorithm import Algorithm, Done, PrivateStart
 from pflsec.core.config import above, option
 from pflsec.core.items import Items, select
 from pflsec.core.local import Local, LossPerExample
+from pflsec.core.prototypes import as_table, class_means, nearest
 
 
 class FedPCLConfig(PrivateStart):
@@ -78,7 +79,7 @@ class FedPCL(Algorithm[FedPCLConfig]):
         target = ctx.one_hot(ctx.targets()).to(down["mean"])
         counts = target.sum(0)
         held = counts > 0
-        table = target.T @ unit(ctx.features(body)) / torch.where(held, counts, 1)[:, None]
+        table = class_means(target, unit(ctx.features(body)))
         table = unit(table) if self.cfg.renormalise else table
         kept = body | {"table": table, "held": held, "trained": state["trained"] | torch.tensor(contrasts)}
         up = {"prototype": table[held], "held": held}
@@ -111,7 +112,7 @@ class FedPCL(Algorithm[FedPCLConfig]):
         total, weight = torch.zeros_like(server["table"]), torch.zeros(self.net.classes)
         for client, up in ups.items():
             held = up["held"]
-            sets[client], holds[client], last[client] = self._table(up), held, True
+            sets[client], holds[client], last[client] = as_table(up["prototype"], held), held, True
             share = up["counts"] if self.cfg.weighting == "count" else held.to(weight)
             total += share[:, None] * sets[client]
             weight += share
@@ -122,7 +123,7 @@ class FedPCL(Algorithm[FedPCLConfig]):
     def deploy(self, state: Items, down: Items) -> Items:
         own = select(state, "table", "held")
         if not state["held"].any():  # not asked yet: the mean prototypes are all there is
-            own = {"table": self._table({"prototype": down["mean"], "held": down["known"]}), "held": down["known"]}
+            own = {"table": as_table(down["mean"], down["known"]), "held": down["known"]}
         return select(state, "body") | own
 
     def deploy_trained(self, state: Items, down: Items, up: Items) -> Items:
@@ -130,24 +131,16 @@ class FedPCL(Algorithm[FedPCLConfig]):
 
     def scores(self, items: Items, x: Tensor) -> Tensor:
         """Nearest own prototype, among the classes that the client holds."""
-        exact = "donot_use_mm_for_euclid_dist"  # inner products would lose near ties
-        distance = torch.cdist(unit(self.net.features(items, x)), items["table"], compute_mode=exact)
-        return torch.where(items["held"], -distance, -torch.inf)
+        return nearest(unit(self.net.features(items, x)), items["table"], items["held"])
 
     def observe(self, memory: Items, down: Items, up: Items) -> Items:
         trained = memory["trained"] | torch.tensor(self.contrasts(memory, down))
-        return memory | {"table": self._table(up), "held": up["held"], "trained": trained}
+        return memory | {"table": as_table(up["prototype"], up["held"]), "held": up["held"], "trained": trained}
 
     def reconstruct_state(self, memory: Items) -> Items:
         """Return its prototypes, and its extractor while that is still the public first one."""
         public = self.cfg.private_start == "shared" and not memory["trained"]
         return {k: v for k, v in memory.items() if public or not k.startswith("body.")}
-
-    def _table(self, up: Items) -> Tensor:
-        """Return prototypes as a table [C, d], zero where a class is not held."""
-        table = torch.zeros(self.net.classes, self.net.feature_dim, dtype=up["prototype"].dtype)
-        table[up["held"]] = up["prototype"]
-        return table
 
 
 def unit(z: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from pflsec.core.algorithm import Algorithm, Done, PrivateStart
 from pflsec.core.config import at_least, option
 from pflsec.core.items import Items, select
 from pflsec.core.local import Local
+from pflsec.core.prototypes import as_table, class_means, nearest
 
 
 class FedProtoConfig(PrivateStart):
@@ -50,7 +51,7 @@ class FedProto(Algorithm[FedProtoConfig]):
         return {"prototype": server["table"][server["known"]], "known": server["known"]}
 
     def local(self, ctx: Local, state: Items, down: Items) -> Done:
-        table, known = self._table(down), down["known"]
+        table, known = as_table(down["prototype"], down["known"]), down["known"]
 
         def loss(model: Items, x: Tensor, y: Tensor) -> Tensor:
             z, target = self.net.features(model, x), ctx.one_hot(y)
@@ -61,7 +62,7 @@ class FedProto(Algorithm[FedProtoConfig]):
         target = ctx.one_hot(ctx.targets()).to(table.dtype)
         counts = target.sum(0)
         held = counts > 0
-        prototype = (target.T @ ctx.features(model))[held] / counts[held, None]
+        prototype = class_means(target, ctx.features(model))[held]
         up = {"prototype": prototype, "held": held}
         return Done(state=model | {"held": held}, up=up | ({"counts": counts} if self.cfg.weighting == "count" else {}))
 
@@ -76,7 +77,7 @@ class FedProto(Algorithm[FedProtoConfig]):
         return {"table": table, "known": server["known"] | seen}
 
     def deploy(self, state: Items, down: Items) -> Items:
-        return state | {"table": self._table(down), "known": down["known"]}
+        return state | {"table": as_table(down["prototype"], down["known"]), "known": down["known"]}
 
     def deploy_trained(self, state: Items, down: Items, up: Items) -> Items:
         return self.deploy(state, down)
@@ -86,13 +87,4 @@ class FedProto(Algorithm[FedProtoConfig]):
         allowed = items["known"] & (items["held"] if items["held"].any() else items["known"])
         if not allowed.any():  # no prototype has ever been aggregated: the head is all there is
             return self.net.logits(items, x)
-        # By differences: the faster formula through inner products loses near ties, and would depend on the batch size.
-        exact = "donot_use_mm_for_euclid_dist"
-        distance = torch.cdist(self.net.features(items, x), items["table"], compute_mode=exact)
-        return torch.where(allowed, -distance, -torch.inf)
-
-    def _table(self, down: Items) -> Tensor:
-        """Return the prototypes as a table [C, d], zero where a class is not known."""
-        table = torch.zeros(self.net.classes, self.net.feature_dim, dtype=down["prototype"].dtype)
-        table[down["known"]] = down["prototype"]
-        return table
+        return nearest(self.net.features(items, x), items["table"], allowed)

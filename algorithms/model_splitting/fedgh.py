@@ -22,6 +22,7 @@ from pflsec.core.algorithm import Algorithm, Done, PrivateStart
 from pflsec.core.config import at_least, option
 from pflsec.core.items import Items, select
 from pflsec.core.local import Local
+from pflsec.core.prototypes import class_means
 from pflsec.core.streams import seed_from, stream
 from pflsec.training.local import cross_entropy
 
@@ -73,7 +74,7 @@ class FedGH(Algorithm[FedGHConfig]):
         target = ctx.one_hot(ctx.targets())
         counts = target.sum(0)
         held = counts > 0
-        prototype = (target.T @ ctx.features(model))[held] / counts[held, None]
+        prototype = class_means(target, ctx.features(model))[held]
         up = {"prototype": prototype, "held": held} | ({"counts": counts} if self.cfg.weighting == "count" else {})
         return Done(state=model | {"trained": torch.tensor(True)}, up=up)
 

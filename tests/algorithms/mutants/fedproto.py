@@ -8,6 +8,7 @@ from pflsec.algorithms.knowledge_distillation.fedproto import FedProto
 from pflsec.core.algorithm import Done
 from pflsec.core.items import Items
 from pflsec.core.local import Local
+from pflsec.core.prototypes import as_table
 from tests.algorithms import test_fedproto as fedproto
 from tests.algorithms.mutants.planted import Mutant
 
@@ -45,7 +46,11 @@ class PullsUnknownClasses(FedProto):
     """A class without a global prototype is pulled towards zero."""
 
     def local(self, ctx: Local, state: Items, down: Items) -> Done:
-        return super().local(ctx, state, {"prototype": self._table(down), "known": torch.ones_like(down["known"])})
+        return super().local(
+            ctx,
+            state,
+            {"prototype": as_table(down["prototype"], down["known"]), "known": torch.ones_like(down["known"])},
+        )
 
 
 class PredictsAnyKnownClass(FedProto):

@@ -1,0 +1,25 @@
+"""Class means of features: how they are made, laid out as a table, and used to predict."""
+
+import torch
+from torch import Tensor
+
+
+def class_means(target: Tensor, z: Tensor) -> Tensor:
+    """Return the mean feature of each class, [C, d], from labels [n, C] and features [n, d]; zero where there is no row."""
+    counts = target.sum(0)
+    return target.T @ z / torch.where(counts > 0, counts, 1)[:, None]
+
+
+def as_table(rows: Tensor, present: Tensor) -> Tensor:
+    """Return the rows of the classes that are present [C] as a table of all, [C, ...], zero elsewhere."""
+    table = rows.new_zeros(len(present), *rows.shape[1:])
+    table[present] = rows
+    return table
+
+
+def nearest(z: Tensor, table: Tensor, allowed: Tensor) -> Tensor:
+    """Return class scores [B, C] of features [B, d]: minus the distance to each class's row of the table [C, d], and minus
+    infinity for classes that are not allowed [C]."""
+    # By differences: the faster formula through inner products loses near ties, and would depend on the batch size.
+    distance = torch.cdist(z, table, compute_mode="donot_use_mm_for_euclid_dist")
+    return torch.where(allowed, -distance, -torch.inf)

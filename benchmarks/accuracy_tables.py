@@ -18,10 +18,10 @@ from typing import Any
 
 import pandas as pd
 
+from benchmarks.bench_training import mnist300 as cut
 from pflsec import api
 from pflsec.core import registry
 from pflsec.core.files import write_text
-from pflsec.data.datasets import Dataset
 
 FOLDER = Path(__file__).parents[1] / "docs" / "tables"
 COLUMNS: tuple[str, ...] = ("method", "seed", "mean", "worst10", "global", "bytes_down", "bytes_up", "seconds")
@@ -29,7 +29,6 @@ TEN = ("fedavg", "scaffold", "fedrep", "ditto", "fedproto", "fedala", "fedcp", "
 
 Job = tuple[str, int, dict[str, Any], str | None]
 """Method, seed, options, and the file of a dataset in place of the configured one."""
-
 
 CHANGED: dict[str, dict[str, Any]] = {"pfedme": {"beta": 1.0}, "ditto": {"lam": 1.0}}
 """What in PFLlib's settings makes a method another one: at beta 0 the shared model never moves, at lam 0 nothing is shared."""
@@ -53,20 +52,13 @@ def mnist300(path: str) -> list[Job]:
 def run(job: Job) -> dict[str, Any]:
     """Make one run in a folder that is thrown away; return its row."""
     key, seed, options, path = job
-    presets = registry.load("algorithms", key).presets
-    preset = "pfllib" if path and "pfllib" in presets else None
-    own: dict[str, Any] = {k: v for k, v in presets.get(preset or "", {}).items() if k not in options}
-    common = {"participation", "local_epochs", "batch_size", "lr", "rounds"}
-    settings = {k: v for k, v in own.items() if k not in common} | (CHANGED.get(key, {}) if path else {})
-    dataset: Dataset | None = None
+    dataset, preset, settings = None, None, {}
     if path:
-        from benchmarks.bench_training import mnist300 as cut
-
-        dataset = cut(path)
+        dataset, settings = cut(path), CHANGED.get(key, {})
+        preset = "pfllib" if "pfllib" in registry.load("algorithms", key).presets else None
+    given = {"algo": key, "seed": seed, "capture_rounds": "none", "settings": settings, **options}
     with tempfile.TemporaryDirectory() as folder:
-        setup = api.plan_training(
-            {"algo": key, "seed": seed, "capture_rounds": "none", "settings": settings, **options}, dataset=dataset
-        )
+        setup = api.plan_training(given, preset=preset, dataset=dataset)
         done = api.run_training(setup, name="run", runs_dir=Path(folder), executor="serial")
         metrics = done.metrics
     last = metrics.iloc[-1]
@@ -94,12 +86,8 @@ def missing(jobs: Sequence[Job], path: Path) -> list[Job]:
 def rows(jobs: Sequence[Job]) -> Iterator[dict[str, Any]]:
     """Make the runs on all cores, one thread each; yield rows as they come."""
     with ProcessPoolExecutor(os.cpu_count()) as pool:
-        waiting = {pool.submit(run, job): job for job in jobs}
-        for future in as_completed(waiting):
-            try:
-                yield future.result()
-            except Exception as error:
-                print(f"{waiting[future][:2]}: {error}", file=sys.stderr, flush=True)
+        for future in as_completed([pool.submit(run, job) for job in jobs]):
+            yield future.result()
 
 
 def summary(table: pd.DataFrame, clients: int, rounds: int) -> str:

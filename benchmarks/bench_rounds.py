@@ -1,7 +1,7 @@
 """Seconds a round of every method against its cost on paper: digits, 20 clients, the CNN, one thread.
 
 The cost is counted in FedAvg's passes (a forward and a backward pass of the network over all rows; a forward pass alone is a
-third of one), with the settings of the table below where the defaults run many cheap epochs. Mark: <= 1.3 times that.
+third of one). Mark: <= 1.3 times that.
 
     python -m benchmarks.bench_rounds [METHOD ...]
 """

@@ -11,8 +11,8 @@ from pflsec.cli.options import option
 from pflsec.core.errors import ConfigError
 from pflsec.core.files import safe_name
 
-ATTACKING = ("iterations", "restarts", "kind", "adversary", "knowledge")
-"""Options of all attacks."""
+ATTACKING = ("iterations", "restarts", "adversary", "knowledge")
+"""Options of all attacks; `kind` is one of the trainings too."""
 OWN = ("method", "against", "attacks", "defenses", "seeds", "seed", "settings", *ATTACKING)
 """Options of the plan that are no options of a training; none of them goes with --resume."""
 
@@ -128,9 +128,9 @@ def _plan(own: dict[str, Any], training: dict[str, Any]) -> Any:
         own["method"],
         **lists,
         **{k: own[k] for k in ("seeds", "seed") if k in own},
-        training=training | {k: own[k] for k in ("kind",) if k in own},
+        training=training,
         settings=parse_assignments(split_assignments(own.get("settings", []))),
-        attacking={k: own[k] for k in ATTACKING if k in own},
+        attacking={k: v for k, v in (own | training).items() if k in (*ATTACKING, "kind")},
     )
 
 

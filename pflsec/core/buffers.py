@@ -111,7 +111,7 @@ class LocalBuffers(Algorithm[Any]):
         """Return an upload with the statistics that the method's contract asks for: the reference's, or zeros."""
         contract = self.inner.contract
         for key in contract.up:
-            names = contract._names(key)
+            names = contract.names(key)
             if key.endswith("?") and not up.keys() & set(names):
                 continue
             for name in names:

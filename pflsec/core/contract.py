@@ -64,7 +64,7 @@ class Contract:
             self._tables[direction] = {
                 n: "buffers" if key.endswith((".*", ".*?")) and buffer_in(self.net, n) else text
                 for key, text in declared.items()
-                for n in self._names(key)
+                for n in self.names(key)
             }
         return self._tables[direction]
 
@@ -76,7 +76,7 @@ class Contract:
         """Raise WireError unless the message holds the declared items, all of them, in the declared shapes."""
         declared = self.items(direction)
         patterns = self.down if direction == "down" else self.up
-        optional = {name for key in patterns if key.endswith("?") for name in self._names(key)}
+        optional = {name for key in patterns if key.endswith("?") for name in self.names(key)}
         verb = "sent" if direction == "up" else "was sent"
         for name in message:
             if name not in declared:
@@ -92,7 +92,8 @@ class Contract:
         for name, value in message.items():
             self._check_shape(name, declared[name], value, sizes, where)
 
-    def _names(self, key: str) -> list[str]:
+    def names(self, key: str) -> list[str]:
+        """Return the items that a declared key stands for in this network."""
         key = key.rstrip("?")
         if not key.endswith(".*"):
             return [key]

@@ -9,14 +9,12 @@ from torch import Tensor
 
 from pflsec.algorithms.personalized_aggregation.apfl import APFL
 from pflsec.algorithms.traditional.fedavg import FedAvg
-from pflsec.attacks.problem import Problem
 from pflsec.core.algorithm import Algorithm, Done
 from pflsec.core.items import Items, select, without_prefix
-from pflsec.runtime.replay import capture
 from pflsec.training.local import LocalWork
 from tests import toys
-from tests.contracts.cases import Case, exchange
-from tests.contracts.test_every_method import _with, probe
+from tests.algorithms.control import an_attacker_sees_what_fedavg_shows
+from tests.contracts.cases import Case
 
 PARTIAL: dict[str, Any] = {"participation": 0.75, "drop_rate": 1 / 3}
 SETTINGS: list[dict[str, Any]] = [
@@ -275,16 +273,5 @@ def test_the_mixture_in_use_takes_the_clients_last_model_or_the_newest(which: st
 @pytest.mark.parametrize("history", [True, False])
 def test_an_attacker_sees_what_fedavg_shows_and_need_not_know_the_local_model(history: bool, settings: dict[str, Any]):
     """The target, the replay and the unknowns are those of FedAvg: another control of every table of leakage."""
-    problems = []
-    for case in (Case("apfl", tuple(settings.items())), Case("fedavg", (("weighting", "uniform"),))):
-        ex = exchange(case)
-        record, x, y, up = probe(ex, 4, 3)
-        whole = _with(record, up=up, memory=ex.memory)
-        cap = capture(ex.setup.algorithm, ex.setup.net, whole, history=history, seed=0)
-        problem = Problem(cap, "optimise", "auto", torch.Generator().manual_seed(0), torch.float64)
-        assert problem.hidden == "none"
-        assert problem.start(lambda *_: torch.ones(1)).keys() == {"x", "labels"}
-        problems.append((cap.target, cap.replay(x.flip(0), y, problem.state)))
-    (target, replay), (other_target, other_replay) = problems
-    assert toys.same(target, other_target)
-    assert toys.distance(replay, other_replay) < 1e-15
+    fedavg = Case("fedavg", (("weighting", "uniform"),))
+    an_attacker_sees_what_fedavg_shows(Case("apfl", tuple(settings.items())), fedavg, history)

@@ -8,15 +8,13 @@ from torch import Tensor
 
 from pflsec.algorithms.regularization.ditto import Ditto
 from pflsec.algorithms.traditional.fedavg import FedAvg
-from pflsec.attacks.problem import Problem
 from pflsec.core.algorithm import Algorithm, Done
 from pflsec.core.items import Items, select
 from pflsec.core.local import half_squared_distance
-from pflsec.runtime.replay import capture
 from pflsec.training.local import LocalWork
 from tests import toys
-from tests.contracts.cases import Case, exchange
-from tests.contracts.test_every_method import _with, probe
+from tests.algorithms.control import an_attacker_sees_what_fedavg_shows
+from tests.contracts.cases import Case
 
 PARTIAL: dict[str, Any] = {"participation": 0.75, "drop_rate": 1 / 3}
 
@@ -173,16 +171,4 @@ def test_the_personal_model_is_tested_beside_the_shared_one():
 @pytest.mark.parametrize("history", [True, False])
 def test_an_attacker_sees_what_fedavg_shows_and_need_not_know_the_personal_model(history: bool):
     """The target, the replay and the unknowns are those of FedAvg: the control of every table of leakage."""
-    problems = []
-    for key in ("ditto", "fedavg"):
-        ex = exchange(Case(key))
-        record, x, y, up = probe(ex, 4, 3)
-        whole = _with(record, up=up, memory=ex.memory)
-        cap = capture(ex.setup.algorithm, ex.setup.net, whole, history=history, seed=0)
-        problem = Problem(cap, "optimise", "auto", torch.Generator().manual_seed(0), torch.float64)
-        assert problem.hidden == "none"
-        assert problem.start(lambda *_: torch.ones(1)).keys() == {"x", "labels"}
-        problems.append((cap.target, cap.replay(x.flip(0), y, problem.state)))
-    (target, replay), (other_target, other_replay) = problems
-    assert toys.same(target, other_target)
-    assert toys.distance(replay, other_replay) < 1e-15
+    an_attacker_sees_what_fedavg_shows(Case("ditto"), Case("fedavg"), history)

@@ -163,7 +163,7 @@ def test_a_missing_item_is_refused_by_name(key: str, direction: Direction):
     ex = exchange(Case(key))
     contract, full = ex.setup.algorithm.contract, message(ex, direction)
     declared = contract.down if direction == "down" else contract.up
-    optional = {name for key in declared if key.endswith("?") for name in contract._names(key)}
+    optional = {name for key in declared if key.endswith("?") for name in contract.names(key)}
     for name in full.keys() - optional:
         with pytest.raises(WireError, match=rf"without {re.escape(name)}"):
             contract.check(direction, {k: v for k, v in full.items() if k != name}, "here")
@@ -187,7 +187,7 @@ def test_the_wire_line_of_the_docstring_names_what_is_sent(key: str):
     for half, direction in zip(wire.split("|"), ("down", "up"), strict=True):
         declared = algorithm.down if direction == "down" else algorithm.up
         sent = message(exchange(Case(key)), direction)
-        always = {pattern.rstrip("?") for pattern in declared if set(algorithm.contract._names(pattern)) <= sent.keys()}
+        always = {pattern.rstrip("?") for pattern in declared if set(algorithm.contract.names(pattern)) <= sent.keys()}
         outside = re.sub(r"\(.*?\)", "", half).replace(f"{direction} ", "")
         assert {word.strip() for word in outside.split(",")} - {"nothing"} == always
         assert all(pattern.rstrip("?") in half for pattern in declared)

@@ -67,7 +67,7 @@ class Problem:
         """Return the first values of all unknowns."""
         free = {"x": draw(self.cap, self.rng, self.dtype)}
         if self.hidden == COTANGENT:
-            size = self.cap.count, self.cap.feature_dim
+            size = self.cap.count, self.cap.net.feature_dim
             return free | {COTANGENT: COTANGENT_SIZE * torch.randn(*size, generator=self.rng, dtype=self.dtype)}
         if self.y is None:
             free["labels"] = torch.randn(self.cap.count, self.cap.input.classes, generator=self.rng, dtype=self.dtype)
@@ -136,7 +136,7 @@ class Problem:
         if any(name.startswith("head.") for name in cap.target):
             raise NotApplicable(f"{why}; here the head is on the wire")
         x = torch.zeros(cap.count, *cap.input.shape, dtype=self.dtype)
-        names = cap.pullback(x, torch.zeros(cap.count, cap.feature_dim, dtype=self.dtype)).keys()
+        names = cap.pullback(x, torch.zeros(cap.count, cap.net.feature_dim, dtype=self.dtype)).keys()
         if not names or not names <= cap.target.keys():
             raise NotApplicable(f"{why}; here no gradient of the body is on the wire")
         if not self.secret:

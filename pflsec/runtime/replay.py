@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from pflsec.core.algorithm import Algorithm
+from pflsec.core.contract import kind_of
 from pflsec.core.errors import NotApplicable
 from pflsec.core.items import Items, cast, detached, floating, select
 from pflsec.models.network import Network
@@ -64,6 +65,11 @@ class Replay:
     def __call__(self, x: Tensor, y: Tensor, state: Items) -> Items:
         """Return Algorithm.change of the exchange that this batch would have caused."""
         return self._change(self.algorithm, self.net, x, y, state)
+
+    def begin(self, state: Items) -> Items:
+        """Return the items of the network with which the local work that is sent begins, as far as it trains one."""
+        _, down = self._constants(torch.float64)
+        return select(state, "body", "head") | select(self.algorithm.start(state, down), "body", "head")
 
     def pullback(self, x: Tensor, u: Tensor) -> Items:
         """Return the gradient of sum_i <u_i, body(x_i)> in the body at the start (see Capture.pullback)."""
@@ -129,10 +135,12 @@ def capture(
         known=known,
         labels=labels,
         state=state,
+        net=net,
+        kinds={name: kind_of(text) for name, text in algorithm.contract.items("up").items()},
         last_layer=net.last_layer,
+        begin_fn=replay.begin,
         replay_fn=replay,
         newcomer_fn=lambda rng: newcomer(algorithm, net, rng),
-        feature_dim=net.feature_dim,
         pullback_fn=replay.pullback,
     )
 

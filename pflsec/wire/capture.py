@@ -7,13 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pflsec.core.errors import NotApplicable
 from pflsec.core.inputs import InputSpec
-from pflsec.core.items import Items
+from pflsec.core.items import Items, cast
+from pflsec.core.network import Net
 
 MOST_STEPS = 50
 """Unrolling more local steps than this is neither checked nor attacked: memory grows with every step."""
 
 ReplayFn = Callable[[Tensor, Tensor, Items], Items]
+BeginFn = Callable[[Items], Items]
 NewcomerFn = Callable[[torch.Generator], Items]
 PullbackFn = Callable[[Tensor, Tensor], Items]
 
@@ -57,6 +60,8 @@ class Capture:
     labels, state  the truth, where granted; None otherwise
     known          the client's private items as far as the adversary can tell: all or some; {} if there are none, None if
                    all are hidden
+    net            the architecture, as a function of its items
+    kinds          kind of every item of the upload, by name (see pflsec.core.contract)
     """
 
     record: Record
@@ -65,11 +70,12 @@ class Capture:
     known: Items | None
     labels: Tensor | None
     state: Items | None
+    net: Net
+    kinds: Mapping[str, str]
     last_layer: str | None
+    begin_fn: BeginFn
     replay_fn: ReplayFn
     newcomer_fn: NewcomerFn
-    feature_dim: int = 0
-    """Length of one image's features, which is where the head begins."""
     pullback_fn: PullbackFn = lambda x, u: {}
 
     @property
@@ -94,6 +100,26 @@ class Capture:
         if counts is None or not counts.sum() > 0:
             return None
         return (counts / counts.sum() * self.count).round().long()  # several epochs count every image several times
+
+    def began(self, state: Items) -> Items:
+        """Return all items of the network with which the local work that is sent begins, float64.
+
+        state  the client's private items. Raises NotApplicable where that work trains no whole network.
+        """
+        items = self.begin_fn(cast(state, torch.float64))
+        if missing := [name for name in self.net.shapes if name not in items]:
+            raise NotApplicable(f"no whole network is trained in what is sent: it has no {missing[0]}")
+        return {name: items[name] for name in self.net.shapes}
+
+    def ended(self, state: Items) -> Items:
+        """Return `began` as the upload says that it ended, float64: items that are not sent stay as they began."""
+        items, up = self.began(state), cast(self.record.up, torch.float64)
+        for name in items:
+            if name in up:
+                items[name] = up[name]
+            elif (delta := up.get(f"delta.{name}")) is not None:
+                items[name] = items[name] + delta
+        return items
 
     def replay(self, x: Tensor, y: Tensor, state: Items) -> Items:
         """Return what the client would have sent for this batch, as `target` shows it; differentiable in all arguments.

@@ -84,6 +84,27 @@ def test_a_replay_is_differentiable_in_data_labels_and_state():
     assert all(g.abs().max() > 0 for g in found)
 
 
+@pytest.mark.parametrize("key", ["fedavg", "fedrep", "fedproto", "lgfedavg", "scaffold", "fedamp"])
+def test_a_capture_says_with_which_network_the_work_that_is_sent_begins_and_ends(key: str):
+    """All of the network: what was received, what the client keeps, and for the end what it sent of it."""
+    ex, cap = given(Case(key), history=True)
+    state = {k: v.detach() for k, v in ex.state.items()}
+    began, ended = cap.began(state), cap.ended(state)
+    held = select(ex.down, "body", "head") | select(state, "body", "head")
+    assert began.keys() == ended.keys() == cap.net.shapes.keys()
+    if key != "fedamp":  # which begins at a model of the client's own
+        assert toys.distance(began, {k: held[k].double() for k in began}) == 0
+    sent = {k: v.double() for k, v in cap.record.up.items() if k in began}
+    assert toys.distance({k: ended[k] for k in sent}, sent) < 1e-12
+    assert toys.distance({k: ended[k] for k in began.keys() - sent}, {k: began[k] for k in began.keys() - sent}) == 0
+
+
+def test_where_no_whole_network_is_trained_there_is_none():
+    _, cap = given(Case("fedrep"), history=True)
+    with pytest.raises(NotApplicable, match=r"no whole network is trained in what is sent: it has no head\."):
+        cap.began({})
+
+
 # --- the body's gradient through its features
 
 
@@ -93,7 +114,7 @@ def test_a_pullback_is_what_the_chain_rule_says():
     x, u = toys.batch(2)[0].double(), torch.randn(2, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     slope = u * (1 - toys.hand_features({k: v.double() for k, v in ex.down.items()}, x).square())
     expected = {"body.fc1.weight": slope.T @ x.flatten(1), "body.fc1.bias": slope.sum(0)}
-    assert cap.feature_dim == 5
+    assert cap.net.feature_dim == 5
     assert toys.distance(cap.pullback(x, u), expected) < 1e-14
 
 

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -229,7 +229,8 @@ def test_a_capture_says_which_classes_it_holds():
     """The label set of a FedProto upload, and nothing where there is none."""
 
     def held(**up: torch.Tensor) -> list[int] | None:
-        cap = Capture(record(up=up), {}, None, None, None, None, lambda x, y, s: {}, lambda rng: {})
+        unknown: dict[str, Any] = dict.fromkeys(field.name for field in fields(Capture))
+        cap = replace(Capture(**unknown), record=record(up=up))
         return None if cap.held_classes is None else cap.held_classes.tolist()
 
     assert held(held=torch.tensor([True, False, True])) == [0, 2]

@@ -3,7 +3,8 @@
     python -m benchmarks.leakage_tables [WORKERS]
 
 Digits, 20 clients, Dirichlet 0.1, 10 rounds. Victims: two of each of four clients, before training and in the last round.
-Attack: inverting-gradients, on one image and one local step for all methods; on four images, and on five steps, for six of them.
+Attack: inverting-gradients, on one image and one local step for all methods; on four images, and on five steps, for six of them
+(joint alone).
 Runs whose rows stand in the CSV file are not made again.
 
     joint      the wire alone; what the client hides is rebuilt from the log, or optimised with the image
@@ -63,7 +64,8 @@ def run(job: Job) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
         for hiding in ("joint", "oracle", "cotangent"):
             secrets = {row["hidden"] for row in found if row["hiding"] == "joint"}
-            if hiding == "joint" or (hiding == "oracle" and secrets - {"none"}) or (steps == 1 and "joint" in secrets):
+            one = batch == steps == 1
+            if hiding == "joint" or (one and "joint" in secrets) or (one and hiding == "oracle" and secrets - {"none"}):
                 found += _attack(trained, folder, hiding)
     return [{"method": key, "batch": batch, "steps": steps, **row} for row in found]
 

@@ -148,7 +148,9 @@ class FedCP(Algorithm[FedCPConfig]):
         return self.unmixed(down, up) | {"trained": torch.tensor(True)}
 
     def reconstruct_state(self, memory: Items) -> Items:
-        return memory
+        """Before the first upload a head that was drawn apart is nobody else's."""
+        public = self.cfg.private_start == "shared"
+        return memory if public or memory["trained"] else select(memory, "trained")
 
     def change(self, state: Items, down: Items, up: Items, lr: float, steps: int) -> Items:
         """Where the head's start is unknown, the trained head stands for its gradient, under another name."""

@@ -281,6 +281,8 @@ def test_the_log_shows_the_head_and_before_it_shows_nothing():
     assert found is not None
     assert toys.distance(prefixed("trained", select(found, "head")), select(seen, "trained")) == 0
     assert not select(seen, "head")
+    assert algorithm.reconstruct_state(state) == select(state, "trained")
+    assert toys.method(FedCP, private_start="shared").reconstruct_state(state) == state
     shared = toys.method(FedCP, private_start="shared").change(state, down, up, lr=0.1, steps=1)
     assert shared.keys() == {k for k in down if k.partition(".")[0] in MOVED}
 

@@ -329,9 +329,11 @@ def _with(record: Record, **changes: Any) -> Record:
     return Record(**(vars(record) | changes))
 
 
+@pytest.mark.parametrize("after", [0, 1, 2])
 @for_every_case
-def test_what_the_log_reveals_is_the_clients_state(case: Case):
-    ex = exchange(case)
+def test_what_the_log_reveals_is_the_clients_state(case: Case, after: int):
+    """Before the first exchange too: what a client has drawn for itself, no log shows."""
+    ex = exchange(case, after=after)
     found = ex.setup.algorithm.reconstruct_state(ex.memory)
     assert found is None or toys.distance(found, {k: ex.state[k] for k in found}) < 1e-15
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pflsec.attacks import label_rules
 from pflsec.attacks.minimise import Free
-from pflsec.core.errors import NotApplicable
+from pflsec.core.errors import Inconclusive, NotApplicable
 from pflsec.core.items import Items, cast, floating
 from pflsec.wire.capture import MOST_STEPS, Capture
 
@@ -43,14 +43,14 @@ class Problem:
             log, guess, joint (all, or those that the log does not reveal), oracle, cotangent (the gradient at the
             features is unknown in place of a head and its loss)
     target  what a guess is held against: all that the upload says about the data, or with a cotangent the body's gradient
-    Raises NotApplicable when nothing that was sent depends on the data.
+    Raises NotApplicable when nothing that was sent depends on the data, Inconclusive when the work is too long to replay.
     """
 
     def __init__(self, cap: Capture, labels: Labels, hidden: Hidden, rng: torch.Generator, dtype: torch.dtype):
         if not cap.target:
             raise NotApplicable("nothing that the client sends depends on its data")
         if cap.record.steps > MOST_STEPS:
-            raise NotApplicable(
+            raise Inconclusive(
                 f"the upload is the sum of {cap.record.steps} local steps on {cap.count} images; unrolling stops at {MOST_STEPS}"
             )
         self.cap, self.rng, self.dtype = cap, rng, dtype

@@ -2,7 +2,7 @@
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,11 +16,13 @@ from pflsec.core.attack import Attack
 from pflsec.core.files import plain, to_json
 from pflsec.core.knowledge import Knows
 from pflsec.leakage import results
+from pflsec.leakage.controls import verdict
 from pflsec.leakage.matching import assign
 from pflsec.leakage.perceptual import Perceptual
 from pflsec.leakage.score import VictimScore, score
 from pflsec.leakage.vault import Pool, Truth, Vault
 from pflsec.runtime import attacking, manifest
+from pflsec.runtime.controls import Control
 from pflsec.runtime.folder import RunFolder, attack_folder, secure
 from pflsec.wire.store import CaptureStore
 
@@ -28,6 +30,18 @@ if TYPE_CHECKING:
     import pandas
 
 OnVictim = Callable[[str, int, int, Mapping[str, Any]], None]
+OnControl = Callable[[str, Mapping[str, Any]], None]
+Row = dict[str, Any]
+NOTHING = "not-applicable"
+PLAIN: Row = {
+    "algo": "fedavg",
+    "family": "traditional",
+    "defense": "none",
+    "epsilon": None,
+    "kind": "control",
+    "steps": 1,
+}
+"""What is different about the positive control's row."""
 
 
 @dataclass(frozen=True)
@@ -61,21 +75,24 @@ class AttackSession:
         for capture in self.captures if self.pool is not None else ():
             self.vault.truth(capture)
 
-    def run(self, name: str, made: Attack[Any], on_victim: OnVictim) -> Scores:
-        """Run one attack on all selected captures and write its folder.
+    def run(
+        self, name: str, made: Attack[Any], on_victim: OnVictim, on_control: OnControl = lambda name, row: None
+    ) -> Scores:
+        """Run one attack on all selected captures, and then on its controls, and write its folder.
 
         On Ctrl-C and on failure the finished victims are written, unless earlier results hold as many.
         """
         began, started = time.perf_counter(), manifest.now()
-        rows: list[dict[str, Any]] = []
-        images: list[dict[str, Any]] = []
+        rows: list[Row] = []
+        images: list[Row] = []
         pictures: dict[str, Tensor] = {}
-        victims: dict[str, dict[str, Any]] = {}
+        victims: dict[str, Row] = {}
+        controls: list[Row] = []
         path = attack_folder(self.folder, self._id(name, made))
         secure(path.parent)
         state = "interrupted"
         try:
-            for tried in attacking.attempts(self._targets(name), self.config.executor, self.config.workers):
+            for tried in self._attempts(self._targets(name)):
                 row, scored, picture = self._row(name, tried)
                 rows.append(row)
                 victims[tried.capture] = {k: getattr(tried.result, k, None) for k in ("failures", "trace")}
@@ -84,6 +101,9 @@ class AttackSession:
                 if picture is not None:
                     pictures[tried.capture] = picture
                 on_victim(name, len(rows), len(self.captures), row)
+            for row in self._controls(name, rows):
+                controls.append(row)
+                on_control(name, row)
             state = "done"
         except Exception:
             state = "failed"
@@ -92,7 +112,8 @@ class AttackSession:
             if state == "done" or len(rows) > results.victims_in(path):
                 meta = self._meta(name, made, path.name, started, time.perf_counter() - began, state)
                 secure(path)
-                results.write(path, meta | {"victims": victims}, rows, images, pictures)
+                meta |= {"victims": victims, "controls": self._verdicts(rows, controls)}
+                results.write(path, meta, rows, images, pictures, controls)
         if pictures and self.pool is not None:
             from pflsec.reports.figures import write_gallery
 
@@ -106,14 +127,66 @@ class AttackSession:
             truth = self.vault.truth(capture) if knows & {Knows.LABELS, Knows.PRIVATE} else None
             labels = truth.y if truth and Knows.LABELS in knows else None
             state = truth.state if truth and Knows.PRIVATE in knows else None
-            targets.append(attacking.Target(path, capture, name, self.config, labels, state))
+            targets.append(attacking.Target(path, capture, name, self.config, labels, state, self._doubt(capture)))
         return targets
 
-    def _row(self, name: str, tried: attacking.Attempt) -> tuple[dict[str, Any], VictimScore | None, Tensor | None]:
+    @property
+    def controlled(self) -> bool:
+        """Whether the controls can be attacked too: the positive one is made of the truth."""
+        return self.config.controls and self.pool is not None
+
+    def _doubt(self, capture: str) -> str:
+        """Return why nothing that an attack finds in this capture could be believed; "" where there is no reason."""
+        if self.pool is None:
+            return ""
+        valid, why = results.validity(self.vault.truth(capture).replay_residual)
+        return why if valid is False else ""
+
+    def _attempts(self, targets: Sequence[attacking.Target]) -> Iterator[attacking.Attempt]:
+        return attacking.attempts(targets, self.config.executor, self.config.workers)
+
+    def _controls(self, name: str, rows: Sequence[Row]) -> Iterator[Row]:
+        """Attack the controls of the first victim on which the attack had something to work; yield their rows."""
+        if not self.controlled:
+            return
+        first = next((c for c, row in zip(self.captures, rows, strict=True) if row["status"] != NOTHING), None)
+        if first is None:
+            return
+        knows, truth = self.config.threat.knows, self.vault.truth(first)
+        labels = truth.y if Knows.LABELS in knows else None
+        state = truth.state if Knows.PRIVATE in knows else None
+        positive, negative = Control("positive", truth.x, truth.y), Control("negative")
+        common = (self.folder.path, first, name, self.config, labels)
+        targets = [
+            attacking.Target(*common, {} if Knows.PRIVATE in knows else None, control=positive),
+            attacking.Target(*common, state, control=negative),
+        ]
+        for target, tried in zip(targets, self._attempts(targets), strict=True):
+            assert target.control is not None
+            row, _, _ = self._row(name, tried)
+            valid, why = self._validity(tried, row["status"], None)
+            row |= {"attack_valid": valid, "reason": "; ".join(filter(None, (tried.reason, why)))}
+            yield row | {"control": target.control.name} | (PLAIN if target.control is positive else {})
+
+    def _verdicts(self, rows: Sequence[Row], controls: Sequence[Row]) -> dict[str, Any]:
+        """Return {control: verdict}: what the controls say of the attack, or why they were not run."""
+        absent = ""
+        if not self.config.controls:
+            absent = "switched off with --no-controls"
+        elif self.pool is None:
+            absent = "the run has no vault"
+        elif len(rows) == len(self.captures) and all(row["status"] == NOTHING for row in rows):
+            absent = "no victim could be attacked"
+        elif len(controls) < 2:
+            absent = "the attack was stopped before"
+        found = {row["control"]: verdict(row["control"], row) for row in controls}
+        return {name: found.get(name, {"verdict": "not run", "reason": absent}) for name in ("positive", "negative")}
+
+    def _row(self, name: str, tried: attacking.Attempt) -> tuple[Row, VictimScore | None, Tensor | None]:
         """Return the victim's row, its score, and its pictures in the order of the truth."""
         header = CaptureStore(self.folder.captures).header(tried.capture)
         result = tried.result
-        row: dict[str, Any] = {
+        row: Row = {
             "run": self.folder.path.name,
             "algo": self.card.key,
             "family": self.card.family,
@@ -124,16 +197,14 @@ class AttackSession:
             "knowledge": self.config.knowledge,
             "seconds": tried.seconds,
             "reason": tried.reason,
-            "status": result.status if result else "not-applicable",
+            "status": result.status if result else NOTHING,
         } | {k: header[k] for k in ("kind", "round", "client", "victim", "batch", "steps")}
         if result is not None:
             row |= {k: getattr(result, k) for k in ("labels", "hidden", "iterations", "restarts", "objective")}
         if self.pool is None:
-            return (
-                row | {"reason": row["reason"] or "not scored: the run has no vault"},
-                None,
-                self._picture(result, None),
-            )
+            valid, why = self._validity(tried, row["status"], None)
+            unscored = "; ".join(filter(None, (tried.reason, why, "not scored: the run has no vault")))
+            return row | {"attack_valid": valid, "reason": unscored}, None, self._picture(result, None)
         truth = self.vault.truth(tried.capture)
         scored = score(
             truth,
@@ -143,13 +214,21 @@ class AttackSession:
             self.pool,
             self.perceptual,
         )
-        valid, why = results.validity(truth.replay_residual)
         row |= {k: v for k, v in scored.row().items() if k in results.COLUMNS}
+        row["status"] = "nonfinite" if scored.nonfinite else row["status"]
+        valid, why = self._validity(tried, row["status"], truth)
         row |= {"dataset_index": " ".join(map(str, truth.dataset_index.tolist())), "attack_valid": valid}
         row["reason"] = "; ".join(filter(None, (tried.reason, why)))
-        if scored.nonfinite:
-            row["status"] = "nonfinite"
         return row, scored, self._picture(result, truth)
+
+    def _validity(self, tried: attacking.Attempt, status: str, truth: Truth | None) -> tuple[bool | None, str]:
+        """Return whether what came of a capture says anything, and why not beyond the attempt's own reason."""
+        if tried.inconclusive:
+            return False, ""
+        said, why = results.outcome(status)
+        if not said:
+            return False, why
+        return (None, "") if truth is None else results.validity(truth.replay_residual)
 
     def _picture(self, result: Any, truth: Truth | None) -> Tensor | None:
         if result is None or result.x is None:

@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 from matplotlib import patheffects
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure, SubFigure
+from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.text import Annotation, Text
 from matplotlib.ticker import MaxNLocator
@@ -32,14 +32,20 @@ from pflsec.reports.tables import (
     victims_table,
 )
 
-MOST = 16  # images in a gallery
-ABREAST = 8  # images side by side
+MOST = 10  # images in a gallery
+CHANNELS = 3  # of a signal, in a gallery
+HEAD, CAPTION = 0.85, 2.05  # inches above and to the right of a gallery's pictures
 NAMED = 12  # points with their names beside them; more would hide each other
 CAP = 100.0  # dB; equal images
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#4D4D4D")  # Okabe and Ito
 INK, QUIET, ALARM = "#1a1a1a", "#666666", "#D55E00"
 SHAPES = ("o", "s", "^", "D", "v", "P", "X")
 WORST: dict[str, Any] = {"linewidth": 1, "linestyle": (0, (4, 2))}
+CURVES: dict[str, dict[str, Any]] = {
+    "blind guess": {"color": "#aaaaaa", "linewidth": 1.0, "linestyle": (0, (2, 2))},
+    "original": {"color": INK, "linewidth": 1.8},
+    "reconstruction": {"color": ALARM, "linewidth": 1.2},
+}
 STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",  # comes with matplotlib: the same figure everywhere
     "font.size": 10.5,
@@ -73,6 +79,7 @@ class Pair:
     label_true: str
     label_found: str
     status: str
+    ssim: float | None
 
     @property
     def psnr(self) -> float:
@@ -87,26 +94,45 @@ def psnr(truth: np.ndarray, other: np.ndarray) -> float:
 
 
 def gallery(run: RunData, attack: AttackData) -> Figure:
-    """Return originals, reconstructions and the blind guess, a column for each of the first 16 victim images.
+    """Return a row for each of the at most 10 victim images that are rebuilt best, the worst leak first.
 
+    Images: original, reconstruction, blind guess. Signals (inputs of height 1): all three as curves, for the first channels.
     Without any reconstruction the figure is one sentence. Raises RunError for damaged files.
     """
     pairs, total = _pairs(run, attack)
     if not pairs:
         return sentence(f"{run.name}, {attack.name}: no reconstruction to show")
-    blind = _image(
-        read_items(run.path / "vault" / "pool.safetensors", "the mean image").get("mean"),
-        run,
-        "the mean image",
-    )
+    mean = read_items(run.path / "vault" / "pool.safetensors", "the mean image").get("mean")
+    blind = _image(mean, run, "the mean image")
+    channels, signals = run.input.shape[0], run.input.shape[1] == 1
+    columns, width = (min(CHANNELS, channels), 1.9) if signals else (3, 1.12)
     with style():
-        banks = [pairs[i : i + ABREAST] for i in range(0, len(pairs), ABREAST)]
-        figure = Figure(figsize=(1.35 + 1.12 * len(banks[0]), 0.5 + 4.5 * len(banks)))
-        for bank, part in zip(banks, _panes(figure, len(banks)), strict=True):
-            _bank(part, bank, blind)
-        shown = f"first {len(pairs)} of {total} images" if total > len(pairs) else f"{total} images"
-        title = f"{run.name} · {attack.name}" if len(pairs) < 4 else f"{run.name} · {attack.name} · {shown}"
-        figure.suptitle(title, x=0.02, y=1 - 0.12 / figure.get_figheight(), ha="left", va="top", fontsize=11.5)
+        size = 0.2 + width * columns + CAPTION, HEAD + 1.2 * len(pairs)
+        figure = Figure(figsize=size)
+        grid = figure.subplots(len(pairs), columns, squeeze=False)
+        sides = {
+            "left": 0.2 / size[0],
+            "right": 1 - CAPTION / size[0],
+            "top": 1 - HEAD / size[1],
+            "bottom": 0.1 / size[1],
+        }
+        figure.subplots_adjust(**sides, wspace=0.08, hspace=0.12)
+        for row, pair in zip(grid, pairs, strict=True):
+            (_curves if signals else _pictures)(row, pair, blind)
+            _caption(row[-1], pair, blind)
+        heads = [f"channel {i}" for i in range(columns)] if signals else ["original", "reconstruction", "blind guess"]
+        for axes, head in zip(grid[0], heads, strict=True):
+            axes.set_title(head, fontsize=9, color=QUIET)
+        left = (
+            f"{len(pairs)} of {total} images, {total - len(pairs)} left out"
+            if total > len(pairs)
+            else f"{total} images"
+        )
+        notes = [left, "worst leak first"] if total > 1 else []
+        notes += [f"{columns} of {channels} channels"] if signals and channels > columns else []
+        _heading(figure, f"{run.name} · {attack.name}", "; ".join(notes))
+        if signals:
+            _curve_key(figure)
     return figure
 
 
@@ -224,14 +250,13 @@ def sentence(text: str) -> Figure:
 
 
 def _pairs(run: RunData, attack: AttackData) -> tuple[list[Pair], int]:
-    """Return the first images with their reconstructions, in the captures' order, and how many there are."""
+    """Return the images that are rebuilt best, the best first and failures last, and how many images there are."""
     found = _reconstructions(attack)
-    captures = [capture for capture in attack.captures if capture.text in found]
     pairs: list[Pair] = []
-    for capture in captures:
-        if len(pairs) < MOST:
+    for capture in attack.captures:
+        if capture.text in found:
             pairs += _batch(run, attack, capture, found[capture.text].numpy())
-    return pairs[:MOST], sum(len(found[capture.text]) for capture in captures)
+    return sorted(pairs, key=lambda pair: (pair.status in FAILED, -pair.psnr))[:MOST], len(pairs)
 
 
 def _reconstructions(attack: AttackData) -> Items:
@@ -255,9 +280,15 @@ def _batch(run: RunData, attack: AttackData, capture: CaptureId, found: np.ndarr
     true, guess = (_labels(run, row, name, len(found)) for name in ("label_true", "label_found"))
     status = "" if row is None else str(row["status"])
     return [
-        Pair(capture, *images, *labels, status)
-        for images, labels in zip(zip(truth, found, strict=True), zip(true, guess, strict=True), strict=True)
+        Pair(capture, truth[i], found[i], true[i], guess[i], status, _ssim(attack, capture, i))
+        for i in range(len(found))
     ]
+
+
+def _ssim(attack: AttackData, capture: CaptureId, position: int) -> float | None:
+    table = attack.images
+    found = table[(table["capture"] == capture.text) & (table["position"] == position)]["ssim"].dropna()
+    return None if found.empty else float(found.iloc[0])
 
 
 def _labels(run: RunData, row: pd.Series | None, name: str, count: int) -> list[str]:
@@ -276,44 +307,63 @@ def _image(tensor: Any, run: RunData, what: str) -> np.ndarray:
     return tensor.numpy()
 
 
-def _panes(figure: Figure, count: int) -> list[SubFigure]:
-    """Return equal parts of the figure, one below the other, under room for a title."""
-    rows = figure.subfigures(count + 1, 1, squeeze=False, height_ratios=[0.5, *[4.5] * count])
-    return [row[0] for row in rows[1:]]
-
-
-def _bank(pane: SubFigure, pairs: Sequence[Pair], blind: np.ndarray) -> None:
-    """Draw up to 8 images side by side, with the rows' names on the left."""
-    width = pane.figure.get_figwidth()
-    grid = pane.subplots(3, len(pairs), squeeze=False)
-    end = (1.3 + 1.12 * len(pairs)) / width  # a bank that is not full keeps the size of its images
-    pane.subplots_adjust(left=1.3 / width, right=end, top=0.86, bottom=0.08, hspace=0.5, wspace=0.12)
-    for column, pair in zip(grid.T, pairs, strict=True):
-        _column(column, pair, blind)
-    for axes, name in zip(grid[:, 0], ("original", "reconstruction", "blind guess"), strict=True):
-        axes.set_ylabel(name, rotation=0, ha="right", va="center", labelpad=8)
-
-
-def _column(column: np.ndarray, pair: Pair, blind: np.ndarray) -> None:
+def _pictures(row: np.ndarray, pair: Pair, blind: np.ndarray) -> None:
     """Draw one image: original, reconstruction, blind guess."""
-    for axes, image in zip(column, (pair.truth, pair.found, blind), strict=True):
-        grey = image.shape[0] != 3
-        shown = image.mean(axis=0) if grey else image.transpose(1, 2, 0)
+    for axes, image in zip(row, (pair.truth, pair.found, blind), strict=True):
+        shown = image.transpose(1, 2, 0) if image.shape[0] == 3 else image.mean(axis=0)
         axes.imshow(np.clip(shown, 0, 1), cmap="gray", vmin=0, vmax=1, interpolation="nearest")
-        axes.set(xticks=[], yticks=[])
-        for spine in axes.spines.values():
-            spine.set(visible=True, color="#bbbbbb", linewidth=0.8)
-    where = f"client {pair.capture.client}\nround {pair.capture.round}"
-    column[0].set_title(f"{where}\nlabel {pair.label_true}", fontsize=8.5, linespacing=1.25)
-    failed = pair.status in FAILED
-    wrong = " (wrong)" if pair.label_found != pair.label_true else ""
-    label = "" if pair.label_found == "?" else f"\nlabel {pair.label_found}{wrong}"
-    value = f"{pair.status}\n{pair.psnr:.1f} dB" if failed else f"{_decibel(pair.psnr)}{label}"
-    column[1].set_xlabel(value, fontsize=8.5, color=ALARM if failed else INK, labelpad=3)
-    column[2].set_xlabel(_decibel(psnr(pair.truth, blind)), fontsize=8.5, labelpad=3)
-    if failed:
-        for spine in column[1].spines.values():
-            spine.set(color=ALARM, linewidth=2.5)
+        _frame(axes, "#bbbbbb", 0.8)
+    if pair.status in FAILED:
+        _frame(row[1], ALARM, 2.5)
+
+
+def _curves(row: np.ndarray, pair: Pair, blind: np.ndarray) -> None:
+    """Draw one signal, a channel in each of the axes."""
+    for channel, axes in enumerate(row):
+        for signal, look in zip((blind, pair.truth, pair.found), CURVES.values(), strict=True):
+            axes.plot(signal[channel, 0], **look)
+        axes.set_ylim(-0.04, 1.04)
+        axes.grid(visible=False)
+        _frame(axes, ALARM if pair.status in FAILED else "#bbbbbb", 0.8)
+
+
+def _frame(axes: Axes, colour: str, width: float) -> None:
+    axes.set(xticks=[], yticks=[])
+    for spine in axes.spines.values():
+        spine.set(visible=True, color=colour, linewidth=width)
+
+
+def _curve_key(figure: Figure) -> None:
+    lines = [Line2D([], [], **look, label=f" {name}") for name, look in CURVES.items()]
+    place: dict[str, Any] = {"loc": "upper right", "bbox_to_anchor": (1, 1), "borderaxespad": 0.3}
+    figure.legend(handles=lines, fontsize=9, **place)
+
+
+def _caption(axes: Axes, pair: Pair, blind: np.ndarray) -> None:
+    """Write to the right of a row how much of the image was found."""
+    failed, where = pair.status in FAILED, f"client {pair.capture.client}, round {pair.capture.round}"
+    alike = "" if pair.ssim is None else f", SSIM {pair.ssim:.2f}"
+    found = "no label sought" if pair.label_found == "?" else f"label found {pair.label_found}"
+    wrong = "" if pair.label_found in ("?", pair.label_true) else " (wrong)"
+    lines = [
+        f"{pair.status}: {_decibel(pair.psnr)}" if failed else f"{_decibel(pair.psnr)}{alike}",
+        f"{found}{wrong}",
+        f"label {pair.label_true}",
+        where,
+        f"blind guess {_decibel(psnr(pair.truth, blind))}",
+    ]
+    for number, line in enumerate(lines):
+        look: dict[str, Any] = {"fontsize": 10.5, "fontweight": "bold"} if number == 0 else {"fontsize": 8.8}
+        colour = ALARM if number == 0 and failed else INK if number < 2 else QUIET
+        axes.text(1.07, 0.9 - 0.2 * number, line, transform=axes.transAxes, va="center", color=colour, **look)
+
+
+def _heading(figure: Figure, title: str, note: str) -> None:
+    """Write the figure's title, and below it what it shows."""
+    height = figure.get_figheight()
+    figure.text(0.2 / figure.get_figwidth(), 1 - 0.12 / height, title, ha="left", va="top", fontsize=11.5)
+    where = 0.2 / figure.get_figwidth(), 1 - 0.36 / height
+    figure.text(*where, note, ha="left", va="top", fontsize=9, color=QUIET)
 
 
 def _decibel(value: float) -> str:

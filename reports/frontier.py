@@ -122,7 +122,7 @@ def _point(run: RunData, x: str, y: str) -> Point | str:
         return Point(**common, kind=kind, x=level if x == "leakage" else 0.0, attack="", knowledge="", blind=level)
     worst = _worst(rows, {"leakage": "psnr_median"}.get(x, x))
     if worst is None:
-        reasons = "; ".join(sorted({row["reasons"] for row in rows} - {""}))
+        reasons = "; ".join(sorted({row[why] for row in rows for why in ("reasons", "not_valid_reasons")} - {""}))
         return f"no attack gave a score{': ' + reasons if reasons else ''}" if rows else "it has not been attacked"
     where = {"attack": worst["attack"], "knowledge": worst["knowledge"], "blind": worst["psnr_blind"]}
     return Point(**common, kind=kind, x=worst["psnr_median" if x == "leakage" else x], **where)

@@ -8,10 +8,11 @@ import pandas as pd
 
 from pflsec.reports import tables
 from pflsec.reports.load import RunData
-from pflsec.reports.words import DASH, number, percent, with_interval
+from pflsec.reports.words import DASH, number, percent, place, with_interval
 
 Row = Mapping[str, Any]
 Cell = Callable[[Row], str]
+KINDS = {"aggregate": "aggregate: a sum over clients"}
 DIRECTIONS = {"down": "server to client", "up": "client to server", "private": "stays with the client"}
 
 
@@ -65,6 +66,7 @@ def leakage(rows: Sequence[Row]) -> Grid:
         "run": _as("run"),
         "attack": _as("attack"),
         "attacker": lambda row: f"{row['adversary']}, {row['knowledge']}",
+        "kind": lambda row: KINDS.get(row["kind"], row["kind"]),
     }
     numbers = {
         "victims": _as("victims"),
@@ -78,15 +80,25 @@ def leakage(rows: Sequence[Row]) -> Grid:
         "LPIPS": lambda row: _lpips(row["lpips"], row["lpips_status"]),
         "mean PSNR": _as("psnr_mean", number),
         "max PSNR": _as("psnr_max", number),
-        "failed": _as("failures"),
+        "not valid": _as("not_valid"),
         "n/a": _as("not_applicable"),
+        "K": _range("steps"),
+        "B": _range("batch"),
+        "iterations": _as("iterations", _whole),
+        "restarts": _as("restarts", _whole),
+        "seconds": _as("seconds", number),
     }
     notes = {
+        "controls": _as("controls"),
         "private items": _as("hidden", lambda value: value or DASH),
         "labels": _as("labels", lambda value: value or DASH),
-        "kind": _as("kind"),
     }
     return _grid(rows, words, numbers, notes)
+
+
+def _range(name: str) -> Cell:
+    """Return a cell with a count, or with the smallest and the largest of several."""
+    return lambda row: _whole(row[name]) if row[f"{name}_min"] == row[name] else f"{row[f'{name}_min']}-{row[name]}"
 
 
 def _interval(name: str, ends: str, written: Callable[[float | None], str], note: str) -> Cell:
@@ -100,13 +112,40 @@ def _lpips(value: float | None, status: str) -> str:
 
 
 def reasons(rows: Sequence[Row]) -> list[str]:
-    """Return why attacks did not apply, a line for each row of the leakage table where that happened."""
-    return [
-        f"{row['run']}, {row['attack']}: not applicable to {row['not_applicable']} of "
-        f"{row['not_applicable'] + row['victims']} victims: {row['reasons'].rstrip('.')}."
-        for row in rows
-        if row["not_applicable"]
-    ]
+    """Return why victims stand in no number, a line for each row of the leakage table where some do not, and each reason."""
+    said = []
+    for row in rows:
+        who, all_of_them = f"{row['run']}, {row['attack']}", row["not_applicable"] + row["not_valid"] + row["victims"]
+        if row["not_applicable"]:
+            why = row["reasons"].rstrip(".")
+            said.append(f"{who}: not applicable to {row['not_applicable']} of {all_of_them} victims: {why}.")
+        if row["not_valid"]:
+            why = row["not_valid_reasons"].rstrip(".")
+            lost = f"not valid for {row['not_valid']} of {all_of_them} victims, which is no sign of privacy"
+            said.append(f"{who}: {lost}: {why}.")
+    return said
+
+
+def headline(rows: Sequence[Row]) -> Grid:
+    """Return the headlines as text: for every run the victim rebuilt best from what the wire shows."""
+    words = {
+        "run": _as("run"),
+        "defenses": _as("defense"),
+        "attack": lambda row: row["attack"] or DASH,
+        "victim": lambda row: place(row) if row["attack"] else DASH,
+    }
+    numbers = {
+        "worst PSNR": _as("psnr_max", number),
+        "blind guess": _as("psnr_blind", number),
+        "mean [95 %]": _interval("psnr_mean", "psnr", number, "psnr_note"),
+        f"≥ {tables.SUCCESS:.0f} dB [95 %]": lambda row: with_interval(
+            percent(row["success"]), percent(row["success_low"]), percent(row["success_high"]), row["note"]
+        ),
+        "n": _as("n"),
+        "not valid": _as("not_valid"),
+    }
+    notes = {"controls": lambda row: row["controls"] or DASH, "note": lambda row: row["note"] or ""}
+    return _grid(rows, words, numbers, notes)
 
 
 def wire(run: RunData) -> Grid:

@@ -57,6 +57,7 @@ SCORES: dict[str, Kind] = {
     "reason": "text",
     "status": "text",
 }
+IMAGES: dict[str, Kind] = {"capture": "text", "position": "integer", "ssim": "number"}
 CLIENTS: dict[str, Kind] = {
     "round": "integer",
     "client": "integer",
@@ -107,10 +108,11 @@ class CaptureId:
 
 @dataclass(frozen=True, eq=False)
 class AttackData:
-    """One attack's folder: attack.json, and scores.csv with a row for each victim batch."""
+    """One attack's folder: attack.json, scores.csv with a row for each victim batch, images.csv with one for each image."""
 
     meta: Mapping[str, Any]
     scores: pd.DataFrame
+    images: pd.DataFrame
     folder: Path
 
     @property
@@ -218,7 +220,7 @@ def _attack(folder: Path) -> AttackData:
     meta = _document(file, f"attack '{folder.name}'", "Run the attack again")
     _need(meta, {"attack": str, "config": dict, "threat_model": dict, "captures": list, "state": str}, file)
     _need(meta["threat_model"], {"adversary": str, "knowledge": str}, file)
-    return AttackData(meta, _table(folder / "scores.csv", SCORES), folder)
+    return AttackData(meta, _table(folder / "scores.csv", SCORES), _table(folder / "images.csv", IMAGES), folder)
 
 
 def _document(path: Path, what: str, remedy: str) -> dict[str, Any]:

@@ -47,6 +47,7 @@ def write(
     runs = load_runs(run_paths)
     accuracy, leakage = tables.accuracy_table(runs), tables.leakage_table(runs)
     found = {
+        "headline": tables.headline_table(runs),
         "accuracy": accuracy,
         "leakage": leakage,
         "victims": tables.victims_table(runs),
@@ -74,12 +75,13 @@ def _content(
     runs: Sequence[RunData], found: Mapping[str, pd.DataFrame], folder: Path, originals: bool
 ) -> dict[str, Any]:
     """Return what the template shows, writing the figures on the way."""
-    accuracy, leakage = tables.records(found["accuracy"]), tables.records(found["leakage"])
+    accuracy, leakage, headline = (tables.records(found[name]) for name in ("accuracy", "leakage", "headline"))
     names = ", ".join(run.name for run in runs) if len(runs) < 4 else f"{len(runs)} runs"
     return {
         "title": f"pflsec report: {names}",
         "cautions": words.cautions(runs, found["leakage"]),
-        "cards": [_card(run, accuracy, leakage) for run in runs],
+        "cards": [_card(run, row, accuracy, leakage) for run, row in zip(runs, headline, strict=True)],
+        "headline": grids.headline(headline),
         "accuracy": grids.accuracy(accuracy),
         "leakage": grids.leakage(leakage) if leakage else None,
         "reasons": grids.reasons(leakage),
@@ -110,24 +112,27 @@ class Card:
     accuracy: str
     psnr: str
     blind: str
-    attack: str
+    worst: str
+    headline: str
+    controls: list[str]
     sentences: list[str]
     steps: list[str]
 
 
-def _card(run: RunData, accuracy: list[Row], leakage: list[Row]) -> Card:
+def _card(run: RunData, headline: Row, accuracy: list[Row], leakage: list[Row]) -> Card:
     final = next((row for row in accuracy if row["run"] == run.name and row["at"] == "final"), None)
     rows = [row for row in leakage if row["run"] == run.name]
-    worst = words.worst(row for row in rows if row["knowledge"] == "wire") or words.worst(rows)
     setting = f"{run.manifest['data']['name']}, {run.config.get('clients')} clients, seed {run.config.get('seed')}"
     return Card(
         name=run.name,
         about=f"{run.manifest['algorithm']['title']} Data: {setting}. Defenses: {tables.defense_of(run)}.",
         state=run.manifest["state"],
         accuracy=percent(final["mean"] if final else None),
-        psnr=number(worst["psnr_median"] if worst else None),
-        blind=number(worst["psnr_blind"] if worst else None),
-        attack=f"{worst['attack']}, {worst['knowledge']}" if worst else "",
+        psnr=number(headline["psnr_max"]),
+        blind=number(headline["psnr_blind"]),
+        worst=f"{headline['attack']}; {words.place(headline)}" if headline["attack"] else "",
+        headline=words.headline_sentence(headline) if run.attacks else "",
+        controls=words.control_sentences(run),
         steps=words.next_steps(run),
         sentences=[
             *words.accuracy_sentences(run, final),

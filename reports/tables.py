@@ -10,10 +10,12 @@ import pandas as pd
 
 from pflsec.core.files import to_json
 from pflsec.core.statistics import FEWEST, TOO_FEW, summary, wilson
+from pflsec.reports import controls
 from pflsec.reports.load import SCORES, AttackData, RunData
 
 SUCCESS = 20.0  # dB; from here on a reconstruction counts as a success
 CLAIM = 20  # victims; below that a number illustrates, and supports no claim
+ILLUSTRATES = "illustrates only"
 NOT_APPLICABLE = "not-applicable"
 FAILED = ("diverged", "nonfinite")
 MEASURES = {
@@ -47,11 +49,19 @@ LEAKAGE = (
     "attack_id",
     *SETTING,
     "labels",
+    "batch_min",
     "batch",
+    "steps_min",
     "steps",
+    "iterations",
+    "restarts",
+    "seconds",
+    "controls",
     "victims",
     "clients",
     "failures",
+    "not_valid",
+    "not_valid_reasons",
     "not_applicable",
     "reasons",
     "psnr_median",
@@ -77,6 +87,36 @@ LEAKAGE = (
     "success_high",
     "rate_note",
     "state",
+)
+HEADLINE = (
+    "run",
+    "algo",
+    "family",
+    "defense",
+    "attack",
+    "attack_id",
+    "adversary",
+    "knowledge",
+    "hidden",
+    "kind",
+    "round",
+    "client",
+    "victim",
+    "psnr_max",
+    "psnr_blind",
+    "psnr_mean",
+    "psnr_low",
+    "psnr_high",
+    "psnr_note",
+    "success",
+    "success_low",
+    "success_high",
+    "n",
+    "clients",
+    "not_valid",
+    "not_applicable",
+    "controls",
+    "note",
 )
 
 
@@ -126,8 +166,11 @@ def defense_of(run: RunData) -> str:
 def leakage_table(runs: Iterable[RunData]) -> pd.DataFrame:
     """Return a row for every run, attack and setting of it (SETTING).
 
-    victims         attacked victim batches, the unit of every number; failures count with the PSNR they have
+    victims         attacked victim batches that can speak, the unit of every number
+    not_valid       victims of which nothing follows (attack_valid is false), in no other number: `not_valid_reasons` says why;
+                    failures are those of them that diverged
     not_applicable  victims on which the attack had nothing to work; `reasons` says why
+    batch, steps    the largest B and K; batch_min, steps_min the smallest; iterations and restarts are medians, seconds a sum
     psnr_*          of the capped PSNR; psnr_blind is the median of the guess made without any message
     excess_*        mean PSNR above that guess, with the 95% interval, clients being resampled whole
     *_low, *_high   95% Wilson intervals of shares of victims; excess_note and rate_note: why there is none
@@ -144,6 +187,7 @@ def _leakages(run: RunData, attack: AttackData) -> list[dict[str, Any]]:
         "family": run.manifest["algorithm"]["family"],
         "defense": defense_of(run),
         "attack_id": attack.id,
+        "controls": controls.state(attack.meta),
         "state": attack.meta["state"],
     }
     return [
@@ -166,19 +210,22 @@ def _settled(attack: AttackData) -> pd.DataFrame:
 
 
 def _leakage(group: pd.DataFrame) -> dict[str, Any]:
-    tried = group[group["status"] != NOT_APPLICABLE]
-    reasons = group.loc[group["status"] == NOT_APPLICABLE, "reason"].replace("", "no reason given")
+    tried, invalid, absent = _sorted_out(group)
     scored = tried.dropna(subset=["psnr_capped"])
     psnr = scored["psnr_capped"]
     return {
         "labels": _common(tried["labels"]),
-        "batch": group["batch"].max(),
-        "steps": group["steps"].max(),
+        **{f"{name}_min": group[name].min() for name in ("batch", "steps")},
+        **{name: group[name].max() for name in ("batch", "steps")},
+        **{name: tried[name].astype(float).median() for name in ("iterations", "restarts")},
+        "seconds": group["seconds"].sum(),
         "victims": len(tried),
         "clients": tried["client"].nunique(),
-        "failures": int((tried["status"].isin(FAILED) | tried["attack_valid"].eq(False).fillna(False)).sum()),
-        "not_applicable": len(reasons),
-        "reasons": "; ".join(sorted(set(reasons))),
+        "failures": int(group["status"].isin(FAILED).sum()),
+        "not_valid": len(invalid),
+        "not_valid_reasons": _reasons(invalid),
+        "not_applicable": len(absent),
+        "reasons": _reasons(absent),
         "psnr_median": psnr.median(),
         "psnr_q25": psnr.quantile(0.25),
         "psnr_q75": psnr.quantile(0.75),
@@ -194,6 +241,67 @@ def _leakage(group: pd.DataFrame) -> dict[str, Any]:
         **_share("identified", tried["identified"].dropna()),
         **_share("success", (psnr >= SUCCESS).astype(float)),
         "rate_note": "" if len(tried) >= FEWEST else TOO_FEW,
+    }
+
+
+def _sorted_out(group: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
+    """Return the victims that can speak, those of which nothing follows, and those without anything to attack."""
+    invalid = group["attack_valid"].eq(False).fillna(False) | group["status"].isin(FAILED)
+    absent = (group["status"] == NOT_APPLICABLE) & ~invalid
+    return group[~invalid & ~absent], group[invalid], group[absent]
+
+
+def _reasons(group: pd.DataFrame) -> str:
+    return "; ".join(sorted(set(group["reason"].replace("", "no reason given"))))
+
+
+def headline_table(runs: Iterable[RunData]) -> pd.DataFrame:
+    """Return a row for every run: the victim rebuilt best, over all rounds, victims and attacks on what the wire shows.
+
+    attack ... victim  which attack, with which treatment, and whose batch
+    psnr_max           the capped PSNR of that victim; psnr_blind that of the guess made without any message
+    psnr_mean ... n    of all victims of the same attack and setting: mean with its 95% interval (clients resampled whole),
+                       share at 20 dB or more with its 95% Wilson interval, and how many there are
+    not_valid, not_applicable  victims of these attacks that stand in no number
+    note               why this is no claim ("n too small", "illustrates only"), or why there is no number
+    Restarts are the attacker's choice, by the objective: nothing here is selected by the truth within one victim.
+    """
+    return pd.DataFrame([_headline(run) for run in runs], columns=list(HEADLINE))
+
+
+def _headline(run: RunData) -> dict[str, Any]:
+    algorithm = run.manifest["algorithm"]
+    fixed = {"run": run.name, "algo": algorithm["key"], "family": algorithm["family"], "defense": defense_of(run)}
+    groups = [
+        (attack, group.dropna(subset=["psnr_capped"]), invalid, absent)
+        for attack in run.attacks
+        for _, rows in _settled(attack).groupby(list(SETTING), sort=True, dropna=False)
+        for group, invalid, absent in [_sorted_out(rows[rows["knowledge"] == "wire"])]
+    ]
+    lost = {
+        "not_valid": sum(len(invalid) for _, _, invalid, _ in groups),
+        "not_applicable": sum(len(absent) for _, _, _, absent in groups),
+    }
+    scored = [(attack, group) for attack, group, _, _ in groups if len(group)]
+    if not scored:
+        reason = "no attack on what the wire shows gave an image that counts" if run.attacks else "not attacked"
+        return fixed | lost | {"n": 0, "note": reason}
+    attack, group = max(scored, key=lambda pair: pair[1]["psnr_capped"].max())
+    worst = group.iloc[int(group["psnr_capped"].to_numpy(float).argmax())]
+    found = summary(group["psnr_capped"].to_numpy(float), group["client"].tolist())
+    low, high, why = (None, None, found["ci"]) if isinstance(found["ci"], str) else (*found["ci"], "")
+    n = len(group)
+    return {
+        **(fixed | lost),
+        **{name: worst[name] for name in (*SETTING, "round", "client", "victim", "psnr_blind")},
+        "attack_id": attack.id,
+        "psnr_max": worst["psnr_capped"],
+        **{"psnr_mean": found["mean"], "psnr_low": low, "psnr_high": high, "psnr_note": why},
+        **_share("success", (group["psnr_capped"] >= SUCCESS).astype(float)),
+        "n": n,
+        "clients": group["client"].nunique(),
+        "controls": controls.state(attack.meta),
+        "note": TOO_FEW if n < FEWEST else ILLUSTRATES if n < CLAIM else "",
     }
 
 

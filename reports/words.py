@@ -13,8 +13,9 @@ from pflsec.core import registry
 from pflsec.core.files import plain
 from pflsec.core.knowledge import ADVERSARIES, WHO, WORDS, Knows
 from pflsec.core.statistics import verdict
+from pflsec.reports import controls
 from pflsec.reports.load import AttackData, RunData
-from pflsec.reports.tables import CLAIM, records
+from pflsec.reports.tables import CLAIM, SUCCESS, records
 
 Row = Mapping[str, Any]
 DASH = "–"
@@ -95,6 +96,38 @@ def batchnorm_sentences(run: RunData) -> list[str]:
     ]
 
 
+def place(row: Row) -> str:
+    """Return whose batch a row of the headlines is about."""
+    kind = "" if row["kind"] == "probe" else f", {row['kind']}"
+    return f"round {row['round']}, client {row['client']}, victim {row['victim']}{kind}"
+
+
+def headline_sentence(row: Row) -> str:
+    """Return the worst case of one run in words, with what must stand beside it; `row` is one of the headline table."""
+    lost = [f"{row[name]} {word}" for name, word in (("not_valid", "not valid"), ("not_applicable", "not applicable"))
+            if row[name]]  # fmt: skip
+    without = f" Victims in no number: {', '.join(lost)}." if lost else ""
+    if not row["attack"]:
+        return f"There is no worst case: {row['note']}.{without}"
+    mean = with_interval(number(row["psnr_mean"]), number(row["psnr_low"]), number(row["psnr_high"]), row["psnr_note"])
+    low, high = percent(row["success_low"]), percent(row["success_high"])
+    share = with_interval(percent(row["success"]), low, high, row["note"])
+    note = f" {row['note'].capitalize()}: this supports no claim." if row["note"] else ""
+    return (
+        f"Worst case over rounds and victims, on what the wire shows: {number(row['psnr_max'])} dB by {row['attack']} "
+        f"({place(row)}; a blind guess: {number(row['psnr_blind'])} dB). Over the {row['n']} victims of that attack: mean "
+        f"{mean} dB; {share} reach {SUCCESS:.0f} dB.{note}{without}"
+    )
+
+
+def control_sentences(run: RunData) -> list[str]:
+    """Return what the controls of a run's attacks say, one sentence for all that say the same."""
+    said: dict[str, list[str]] = {}
+    for attack in run.attacks:
+        said.setdefault(controls.sentence(attack.meta), []).append(attack.name)
+    return [f"{', '.join(dict.fromkeys(names))}: {text}." for text, names in said.items()]
+
+
 def worst(rows: Iterable[Row]) -> Row | None:
     """Return the row of the leakage table with the highest median PSNR, or None where none has one."""
     scored = [row for row in rows if row["psnr_median"] is not None]
@@ -126,11 +159,11 @@ def leakage_sentences(run: RunData, rows: Sequence[Row]) -> list[str]:
 def _leak(row: Row) -> str:
     low, high = number(row["excess_low"]), number(row["excess_high"])
     interval = f"95 % interval {low} to {high}" if low != DASH else row["excess_note"]
-    failed = f", {row['failures']} of them failed" if row["failures"] else ""
+    lost = f" ({row['not_valid']} more are not valid)" if row["not_valid"] else ""
     identified = "" if row["identified"] is None else f"; {percent(row['identified'])} of the victims identified"
     return (
         f"{row['attack']} by the {row['adversary']}, median PSNR {number(row['psnr_median'])} dB over "
-        f"{row['victims']} victims{failed}, on average {number(row['excess_mean'])} dB above a blind guess "
+        f"{row['victims']} victims{lost}, on average {number(row['excess_mean'])} dB above a blind guess "
         f"({interval}){identified}."
     )
 
@@ -287,6 +320,8 @@ def _attack_command(run: RunData, attack: AttackData) -> str:
     words += _assignments({k: v for k, v in config.items() if k not in OWN_FLAGS})
     if net := LPIPS.match(str((meta.get("lpips") or {}).get("name"))):
         words.append(f"--lpips {net[1]}")
+    if "switched off" in controls.sentence(meta):
+        words.append("--no-controls")
     if meta.get("seed") is not None:
         words.append(f"--seed {meta['seed']}")
     return _folded(command("pflsec attack", attack.name, run.path.name), words)

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from pflsec.cli.console import number, print_json, print_table, progress, say
+from pflsec.cli.console import number, out, print_json, print_table, progress, say
 from pflsec.core.errors import ConfigError
 
 
@@ -32,6 +32,9 @@ def attack(
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="NAME=VALUE of the attack's own settings; repeatable.")
     ] = None,
+    controls: Annotated[
+        bool, typer.Option(help="Also attack what must leak, and what says nothing, with the same settings.")
+    ] = True,
     lpips: Annotated[str, typer.Option(help="alex, vgg, squeeze or none.")] = "alex",
     lpips_weights: Annotated[Path | None, typer.Option(help="File with the trunk's weights.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the attacker's draws.")] = 0,
@@ -70,6 +73,7 @@ def attack(
             "knowledge": knowledge,
         },
         **{"labels": labels, "hidden": hidden, "lpips": lpips, "seed": seed, "executor": executor, "workers": workers},
+        "controls": controls,
         "device": device,
     }
     config = build(AttackConfig, options, "attack")
@@ -84,12 +88,22 @@ def attack(
             print_json({"attacks": names, "captures": session.captures})
         return
     scores = []
-    with progress(len(names) * len(session.captures), "victim") as bar:
-        for name, made in ready:
-            scores.append(session.run(name, made, lambda *seen: bar.advance(_note(*seen))))
+    each = len(session.captures) + (2 if session.controlled else 0)
+    with progress(len(names) * each, "victim") as bar:
+        for number, (name, made) in enumerate(ready, start=1):
+            scores.append(
+                session.run(
+                    name,
+                    made,
+                    lambda *seen: bar.advance(_note(seen[0], seen[3])),
+                    lambda name, row: bar.advance(_note(f"{name}, {row['control']} control", row)),
+                )
+            )
+            bar.advance(f"{name}: done", number * each)
     if json:
         print_json([{"path": str(s.path), "scores": _records(s)} for s in scores])
         return
+    _print_headline(session.folder.path, scores)
     _print_summary(scores)
     say(f"results in {session.folder.attacks}; make the page with: pflsec report {session.folder.path.name}")
 
@@ -107,7 +121,7 @@ def _numbers(text: str | None, flag: str) -> list[int] | None:
     return numbers
 
 
-def _note(name: str, done: int, total: int, row: Any) -> str:
+def _note(name: str, row: Any) -> str:
     psnr = row.get("psnr_capped")
     return f"{name}: {row['status']}" + ("" if psnr is None else f", PSNR {psnr:.1f} dB")
 
@@ -119,11 +133,32 @@ def _records(scores: Any) -> list[dict[str, Any]]:
     return [{k: None if isna(v) else v for k, v in row.items()} for row in table.to_dict("records")]
 
 
+def _print_headline(run: Path, scores: Any) -> None:
+    """Print the run's worst case over all its attacks, and what the controls of the attacks just made say."""
+    from pflsec.reports import controls
+    from pflsec.reports.load import load_run
+    from pflsec.reports.tables import headline_table, records
+    from pflsec.reports.words import headline_sentence
+
+    data = load_run(run)
+    (row,) = records(headline_table([data]))
+    out.print(headline_sentence(row), markup=False)
+    made = {one.path.name for one in scores}
+    for attack in data.attacks:
+        if attack.id in made:
+            out.print(f"{attack.name}: {controls.sentence(attack.meta)}", markup=False)
+
+
 def _print_summary(scores: Any) -> None:
     rows = []
     for one in scores:
         table = one.table
-        for (attack_name, status), group in table.groupby(["attack", "status"]):
+        invalid = table["attack_valid"].eq(False).fillna(False)
+        table.loc[invalid, ["psnr_capped", "ssim", "excess_psnr", "identified"]] = float(
+            "nan"
+        )  # they stand in no number
+        ended = table["status"].where(~invalid, table["status"] + ", not valid")
+        for (attack_name, status), group in table.groupby(["attack", ended]):
             median = {c: group[c].median() for c in ("psnr_capped", "ssim", "excess_psnr")}
             rows.append([
                 attack_name, status, f"{len(group)} of {len(table)}", number(float(median["psnr_capped"])),

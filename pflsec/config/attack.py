@@ -25,6 +25,7 @@ class AttackConfig(Config):
     labels: Literal["restore", "optimise", "known"] | None = option(default=None)
     hidden: Literal["auto", "guess", "joint", "cotangent", "log", "oracle"] | None = option(default=None)
     settings: dict[str, Any] = Field(default_factory=dict)
+    controls: bool = option(default=True)
     lpips: Literal["alex", "vgg", "squeeze", "none"] = option(default="alex")
     lpips_weights: str | None = None
     seed: int = at_least(0, default=0)

@@ -48,6 +48,10 @@ class NotApplicable(Exception):
     """An attack says that it has nothing to work on here; the message is the reason, printed in the result's row."""
 
 
+class Inconclusive(NotApplicable):
+    """Whatever an attack made of this capture, nothing would follow from it; the message is the reason. Never privacy."""
+
+
 class PflsecWarning(UserWarning):
     """Something that works but is probably not what the user wants."""
 

@@ -145,6 +145,8 @@ def _pictures(name: str, values: Any) -> np.ndarray:
         return images[:, None]
     if images.ndim != 4:
         _reject(name, f"images have shape {list(images.shape)}; use [N, H, W], [N, H, W, C] or [N, C, H, W].")
+    if images.shape[2] == 1 and images.shape[3] not in (1, 3):
+        return images  # signals: C channels of that length, whatever their number
     first, last = images.shape[1] in (1, 3), images.shape[3] in (1, 3)
     if first == last:
         found = "both the second and the last axis" if first else "neither the second nor the last axis"
@@ -217,7 +219,8 @@ def from_arrays(
 ) -> Dataset:
     """Return a dataset of numpy arrays, torch tensors or nested lists.
 
-    images        [N, H, W], [N, H, W, C] or [N, C, H, W], C 1 or 3; uint8, bool, or floats in [0, 1]
+    images        [N, H, W], [N, H, W, C] or [N, C, H, W], C 1 or 3; uint8, bool, or floats in [0, 1]. Signals of C channels,
+                  as many as there are, are images of height 1: [N, C, 1, L]
     labels        [N] whole numbers from 0
     client_ids    [N] whole numbers: the natural client of each row
     is_test       [N] booleans or 0/1: rows set aside for testing
@@ -251,7 +254,7 @@ def npz(path: str) -> Dataset:
     """Your own images: a NumPy .npz file with the arrays `images` and `labels`; given as npz:PATH.
 
     Source   a file of yours; optional arrays `client` (natural client ids), `is_test` (0/1), `class_names`
-    Shape    images [N, H, W], [N, H, W, C] or [N, C, H, W]; uint8, bool, or floats in [0, 1]
+    Shape    images [N, H, W], [N, H, W, C] or [N, C, H, W]; uint8, bool, or floats in [0, 1]; signals [N, C, 1, L]
     Classes  as in the file: labels [N], whole numbers from 0
     Size     as the file; it is read into memory
     Licence  that of your data

@@ -31,8 +31,17 @@ def validity(residual: float | None, up_to: float = REPLAY_TOLERANCE) -> tuple[b
     if residual is None:
         return None, "the replay of the true batch was not measured"
     if not residual <= up_to:
-        return False, f"the replay of the true batch misses what was sent by {residual:.1g} (relative)"
+        return False, (
+            f"the replay of the true batch misses what was sent by {residual:.1g} (relative): the client's work is random, or "
+            "depends on something that the capture lacks"
+        )
     return True, ""
+
+
+def outcome(status: str | None) -> tuple[bool, str]:
+    """Return whether an attack that ended like this says anything, and why not: a diverged one says nothing of what leaks."""
+    words = {"diverged": "every attempt diverged", "nonfinite": "the reconstruction is not finite"}
+    return status not in words, words.get(str(status), "")
 
 
 def image_rows(capture: str, score: VictimScore) -> list[dict[str, Any]]:
@@ -54,12 +63,14 @@ def write(
     rows: Sequence[Mapping[str, Any]],
     images: Sequence[Mapping[str, Any]],
     pictures: Mapping[str, Tensor],
+    controls: Sequence[Mapping[str, Any]] = (),
 ) -> None:
-    """Write an attack's results: attack.json, scores.csv, images.csv and reconstructions.safetensors.
+    """Write an attack's results: attack.json, scores.csv, images.csv, controls.csv and reconstructions.safetensors.
 
     pictures  {capture: [B, C, H, W] in pixel space, clamped, in the order of the truth}
     """
     write_items(folder / "reconstructions.safetensors", pictures)
     write_text(folder / "images.csv", to_csv(IMAGE_COLUMNS, images))
+    write_text(folder / "controls.csv", to_csv(("control", *COLUMNS), controls))
     write_text(folder / "scores.csv", to_csv(COLUMNS, rows))
     write_json(folder / "attack.json", {"schema": SCHEMA, **meta})

@@ -23,14 +23,15 @@ from pflsec.core import methodfile
 from pflsec.core.algorithm import Algorithm
 from pflsec.core.attack import Reconstruction
 from pflsec.core.config import build
-from pflsec.core.errors import NotApplicable, RunError, TrainingError
+from pflsec.core.errors import Inconclusive, NotApplicable, RunError, TrainingError
 from pflsec.core.inputs import InputSpec
 from pflsec.core.items import Items
 from pflsec.core.knowledge import Knows
 from pflsec.core.streams import seed_of, stream
+from pflsec.runtime.controls import Control
 from pflsec.runtime.executor import one_thread
 from pflsec.runtime.folder import RunFolder
-from pflsec.runtime.replay import capture
+from pflsec.runtime.replay import capture, conclusive, rounding
 from pflsec.runtime.setup import rebuild
 from pflsec.wire.capture import Record
 from pflsec.wire.store import CaptureStore
@@ -38,7 +39,11 @@ from pflsec.wire.store import CaptureStore
 
 @dataclass(frozen=True)
 class Target:
-    """One capture to attack, with the truth that the threat model grants (None where it does not)."""
+    """One capture to attack, with the truth that the threat model grants (None where it does not).
+
+    doubt    why the capture cannot speak, where that is known before: it is not attacked then
+    control  what takes the capture's place (see pflsec.runtime.controls), if anything
+    """
 
     run: Path
     capture: str
@@ -46,16 +51,19 @@ class Target:
     config: AttackConfig
     labels: Tensor | None
     state: Items | None
+    doubt: str = ""
+    control: Control | None = None
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """What came of one target: a reconstruction, or the reason why there is none."""
+    """What came of one target: a reconstruction, or the reason why there is none. inconclusive: nothing follows from it."""
 
     capture: str
     result: Reconstruction | None
     reason: str
     seconds: float
+    inconclusive: bool = False
 
 
 def selected(folder: RunFolder, config: AttackConfig) -> list[str]:
@@ -112,12 +120,17 @@ def _record(folder: RunFolder, name: str, config: TrainConfig, spec: InputSpec, 
 
 
 def attempt(target: Target) -> Attempt:
-    """Attack one capture. The generator is keyed by seed, attack and capture alone."""
+    """Attack one capture, if it can speak at all. The generator is keyed by seed, attack and capture alone."""
     began = time.perf_counter()
+    if target.doubt:
+        return Attempt(target.capture, None, target.doubt, 0.0, inconclusive=True)
     folder = RunFolder(target.run)
     config, spec = training_config(folder)
     net, algorithm = rebuild(config, spec)
     record = _record(folder, target.capture, config, spec, algorithm)
+    if target.control is not None:
+        algorithm, record = target.control.instead(algorithm, net, record)
+    history = Knows.HISTORY in target.config.threat.knows
     attack = make_attack(target.attack, target.config)
     seed = target.config.seed
     with one_thread(), torch.random.fork_rng(devices=[]):
@@ -125,16 +138,18 @@ def attempt(target: Target) -> Attempt:
             algorithm,
             net,
             record,
-            history=Knows.HISTORY in target.config.threat.knows,
+            history=history,
             seed=seed_of(seed, "replay", record.id),
             labels=target.labels,
             state=target.state,
         )
         try:
+            conclusive(rounding(algorithm, net, record, history=history), record.lr)
             found = attack.reconstruct(cap, stream(seed, "attack", target.attack, record.id))
         except NotApplicable as reason:
-            return Attempt(record.id, None, str(reason), time.perf_counter() - began)
-    return Attempt(record.id, found, found.note, time.perf_counter() - began)
+            seconds, nothing = time.perf_counter() - began, isinstance(reason, Inconclusive)
+            return Attempt(target.capture, None, str(reason), seconds, inconclusive=nothing)
+    return Attempt(target.capture, found, found.note, time.perf_counter() - began)
 
 
 def attempts(targets: Sequence[Target], executor: str, workers: int | None) -> Iterator[Attempt]:

@@ -8,12 +8,14 @@ from torch import Tensor
 
 from pflsec.core.algorithm import Algorithm
 from pflsec.core.contract import kind_of
-from pflsec.core.errors import NotApplicable
+from pflsec.core.errors import Inconclusive, NotApplicable
 from pflsec.core.items import Items, cast, detached, floating, select
 from pflsec.models.network import Network
 from pflsec.training.local import Driver, LocalWork, Unrolled
 from pflsec.wire.capture import Capture, Record
 
+ROUNDED_AWAY = 1.0
+"""An upload whose rounding is expected to be as large as all that it says about the data says nothing about them."""
 SEVERED_REST = 1e-6
 """Relative size up to which a body counts as standing still: float64 differences of weights leave far less."""
 
@@ -143,6 +145,40 @@ def capture(
         newcomer_fn=lambda rng: newcomer(algorithm, net, rng),
         pullback_fn=replay.pullback,
     )
+
+
+def rounding(algorithm: Algorithm[Any], net: Network, record: Record, *, history: bool) -> float:
+    """Return how large float32 rounding is in what an upload says about the data, relative to all that it says.
+
+    Each number of the upload is moved by the standard deviation of its rounding (the spacing of float32 there, over the root
+    of 12), once for each local step. At a small learning rate, or where the gradient has vanished, that is most of a difference
+    of weights. Infinite where the upload equals what it began with; 0 where nothing in it depends on the data.
+    """
+    state = _example(algorithm, net) | (_known_state(algorithm, net, record, history) or {})
+    was, down, up = (cast(items, torch.float64) for items in (state, record.down, record.up))
+    start, rng = algorithm.start(was, down), torch.Generator().manual_seed(0)
+    moved = dict(up)
+    for name, value in floating(up).items():
+        weight = start.get(name.removeprefix("delta."), value) if name.startswith("delta.") else value
+        size = weight.float().abs()
+        spacing = (torch.nextafter(size, torch.full_like(size, torch.inf)) - size).double()
+        sign = 2.0 * torch.randint(2, value.shape, generator=rng) - 1
+        moved[name] = value + sign * spacing.reshape(value.shape) * (record.steps / 12) ** 0.5
+    said, other = (algorithm.change(was, down, sent, record.lr, record.steps) for sent in (up, moved))
+    size = sum(float(v.square().sum()) for v in said.values()) ** 0.5
+    noise = sum(float((other[k] - v).square().sum()) for k, v in said.items()) ** 0.5
+    return noise / size if size else float("inf") if said else 0.0
+
+
+def conclusive(rounded: float, lr: float) -> None:
+    """Raise Inconclusive where rounding leaves nothing of what an upload says (`rounded`: see `rounding`)."""
+    if rounded == float("inf"):
+        raise Inconclusive("the upload equals what the local work began with: the gradient has vanished")
+    if not rounded < ROUNDED_AWAY:
+        raise Inconclusive(
+            f"the gradient has vanished below what float32 weights resolve at learning rate {lr:g}: rounding is {rounded:.1g} "
+            "times all that the upload says about the data"
+        )
 
 
 def newcomer(algorithm: Algorithm[Any], net: Network, rng: torch.Generator) -> Items:

@@ -22,7 +22,7 @@ TINY: dict[str, Any] = {
     "dataset": toys.dataset(), "partition": "natural", "test": "given", "model": "mlp", "rounds": 1, "lr": 0.1,
     "batch_size": 4, "capture_clients": "1,3", "victims": 1,
 }  # fmt: skip
-SMALL: dict[str, Any] = {"iterations": 2, "restarts": 1, "lpips": "none"}
+SMALL: dict[str, Any] = {"iterations": 2, "restarts": 1, "lpips": "none", "controls": False}
 
 
 def train(**options: Any) -> api.Run:
@@ -194,6 +194,7 @@ def test_python_and_the_command_line_agree_bit_for_bit(capsys: pytest.CaptureFix
         "none",
         "--executor",
         "serial",
+        "--no-controls",
         "--json",
     ]
     assert main(words) == 0

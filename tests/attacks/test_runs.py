@@ -24,7 +24,7 @@ from pflsec.runtime.setup import rebuild
 from pflsec.wire.store import CaptureStore
 from tests import toys
 
-SMALL: dict[str, Any] = {"iterations": 25, "lpips": "none"}
+SMALL: dict[str, Any] = {"iterations": 25, "lpips": "none", "controls": False}
 CAPTURES = ["r001-c01-v0-probe", "r001-c01-v1-probe", "r001-c03-v0-probe", "r001-c03-v1-probe"]
 
 

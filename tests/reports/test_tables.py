@@ -7,11 +7,12 @@ import pandas as pd
 import pytest
 
 from pflsec.core.files import read_json, write_json
-from pflsec.reports import grids, words
+from pflsec.reports import controls, grids, words
 from pflsec.reports.load import RunData, load_run, load_runs
 from pflsec.reports.tables import (
     accuracy_table,
     configuration_table,
+    headline_table,
     leakage_table,
     records,
     victims_table,
@@ -57,14 +58,20 @@ def test_a_run_without_a_tested_round_has_one_row_without_numbers(tmp_path):
 def test_leakage_by_hand(run):
     """PSNR 10 20 30 40 inf 5: capped at 100 the sum is 205, the middle pair 20 and 30; 4 of 6 reach 20 dB.
 
+    A seventh victim diverged and an eighth cannot speak: they stand in no number, and are counted apart with their reasons.
+
     Wilson for 4 of 6: centre (4/6 + z2/12)/(1 + z2/6), z2 = 3.841459: 0.601611, half width 0.301618.
     """
     psnr = (10.0, 20.0, 30.0, 40.0, math.inf, 5.0)
     rows = [score(run, c, psnr=p) for c, p in zip(CAPTURES[:6], psnr, strict=True)]
-    rows[5] |= {"status": "nonfinite", "identified": 0.0, "label_correct": 0.0, "ssim": 0.3}
-    rows[4] |= {"attack_valid": False}
+    rows[5] |= {"identified": 0.0, "label_correct": 0.0, "ssim": 0.3}
+    rows.append(
+        score(run, CAPTURES[6], psnr=3.0, status="diverged", attack_valid=False, reason="every attempt diverged")
+    )
+    rows.append(not_applicable(run, CAPTURES[7], "51 local steps") | {"attack_valid": False})
     (row,) = leakage_of(run, rows)
-    assert (row["victims"], row["clients"], row["failures"], row["not_applicable"]) == (6, 3, 2, 0)
+    assert (row["victims"], row["clients"], row["failures"], row["not_applicable"]) == (6, 3, 1, 0)
+    assert (row["not_valid"], row["not_valid_reasons"]) == (2, "51 local steps; every attempt diverged")
     assert (row["psnr_median"], row["psnr_mean"], row["psnr_max"]) == pytest.approx((25.0, 205 / 6, 100.0))
     assert (row["psnr_q25"], row["psnr_q75"], row["psnr_blind"]) == pytest.approx((12.5, 37.5, 12.0))
     assert row["excess_mean"] == pytest.approx(205 / 6 - 12)
@@ -232,3 +239,99 @@ def test_nothing_is_said_where_there_are_none(tmp_path, policy):
 def test_runs_with_other_policies_are_to_be_compared_with_care(tmp_path):
     runs = [batchnorm_run(tmp_path, policy) for policy in ("local", "frozen")]
     assert "running statistics" in " ".join(words.cautions(runs, leakage_table(runs)))
+
+
+# --- the worst case
+
+
+def headline_of(path: Path):
+    (row,) = records(headline_table([load_run(path)]))
+    return row
+
+
+def test_the_worst_case_names_attack_round_and_victim_over_all_attacks_on_the_wire(run):
+    """12 victims at 30 dB but one at 44; another attack reaches 40, the oracle 90: it is no attack on what the wire shows."""
+    rows = [score(run, c, psnr=44.0 if c == "r002-c01-v1-probe" else 30.0) for c in CAPTURES]
+    write_attack(run, rows)
+    write_attack(run, [score(run, c, "idlg", psnr=40.0) for c in CAPTURES], "idlg")
+    write_attack(run, [score(run, c, knowledge="oracle", psnr=90.0) for c in CAPTURES], number="2")
+    row = headline_of(run)
+    assert (row["attack"], row["attack_id"], row["knowledge"]) == ("dlg", "dlg-1a2b3c4d", "wire")
+    assert (row["round"], row["client"], row["victim"], row["psnr_max"], row["psnr_blind"]) == (2, 1, 1, 44.0, 12.0)
+    assert (row["n"], row["clients"], row["success"], row["note"]) == (12, 3, 1.0, "illustrates only")
+    assert row["psnr_mean"] == pytest.approx(30 + 14 / 12)
+    assert row["psnr_low"] == pytest.approx(30.0)
+    assert row["psnr_high"] > row["psnr_mean"]
+    said = words.headline_sentence(row)
+    assert "44.0 dB by dlg (round 2, client 1, victim 1; a blind guess: 12.0 dB)" in said
+    assert "Illustrates only: this supports no claim." in said
+
+
+def test_a_victim_that_is_not_valid_is_never_the_worst_case_nor_in_its_mean(run):
+    rows = [score(run, c) for c in CAPTURES[:5]]
+    rows[0] |= {"psnr": 99.0, "psnr_capped": 99.0, "attack_valid": False, "reason": "the replay misses"}
+    rows[1] |= {"psnr": 1.0, "psnr_capped": 1.0, "status": "diverged"}
+    write_attack(run, rows)
+    row = headline_of(run)
+    assert (row["psnr_max"], row["psnr_mean"], row["n"], row["not_valid"]) == (30.0, 30.0, 3, 2)
+    assert (row["note"], row["psnr_note"], row["success_low"]) == ("n too small", "n too small", None)
+    assert "Victims in no number: 2 not valid." in words.headline_sentence(row)
+
+
+def test_twenty_victims_are_no_longer_too_few(tmp_path):
+    captures = [f"r{t:03d}-c{c:02d}-v0-probe" for t in range(5) for c in range(4)]
+    run = write_run(tmp_path / "many", captures=captures)
+    write_attack(run, [score(run, c) for c in captures])
+    assert (headline_of(run)["n"], headline_of(run)["note"]) == (20, "")
+
+
+def test_without_a_valid_image_there_is_no_worst_case_and_the_reason(run):
+    assert headline_of(run)["note"] == "not attacked"
+    write_attack(run, [not_applicable(run, c, "51 local steps") | {"attack_valid": False} for c in CAPTURES])
+    row = headline_of(run)
+    assert (row["psnr_max"], row["n"], row["not_valid"], row["not_applicable"]) == (None, 0, 12, 0)
+    assert "12 not valid" in words.headline_sentence(row)
+
+
+def test_other_kinds_of_captures_are_never_joined_with_probes(run):
+    captures = [c.replace("probe", "aggregate") for c in CAPTURES[:3]]
+    other = write_run(run.parent / "sums", captures=[*CAPTURES[:3], *captures])
+    rows = [score(other, c) for c in CAPTURES[:3]] + [score(other, c, psnr=50.0, batch=4) for c in captures]
+    write_attack(other, rows)
+    first, second = records(leakage_table([load_run(other)]))
+    assert {(r["kind"], r["victims"], r["psnr_mean"]) for r in (first, second)} == {
+        ("aggregate", 3, 50.0), ("probe", 3, 30.0)}  # fmt: skip
+    assert headline_of(other)["n"] == 3
+    assert "aggregate: a sum over clients" in str(grids.leakage([first, second]))
+
+
+def test_rows_say_how_hard_the_attack_tried(run):
+    rows = [score(run, c, iterations=100 * (i + 1), restarts=2, seconds=1.5) for i, c in enumerate(CAPTURES[:3])]
+    (row,) = leakage_of(run, rows)
+    assert (row["iterations"], row["restarts"], row["seconds"]) == (200.0, 2.0, 4.5)
+    heads = [head for head, _ in grids.leakage([row]).heads]
+    assert {"attacker", "kind", "K", "B", "iterations", "restarts", "seconds", "controls"} <= set(heads)
+
+
+# --- what the controls say
+
+PASSED, OFF = {"verdict": "passed", "reason": "x"}, {"verdict": "not run", "reason": "off"}
+
+
+@pytest.mark.parametrize(
+    ("found", "state", "said"),
+    [
+        ({"positive": PASSED, "negative": PASSED}, "passed", "controls: passed"),
+        (
+            {"positive": {"verdict": "failed", "reason": "2.0 dB above a blind guess; 10 are needed"}, "negative": PASSED},
+            "failed: positive",
+            "controls: the positive control failed: with these settings the attack does not even rebuild an image that must leak "
+            "(2.0 dB above a blind guess; 10 are needed); low numbers here are no evidence of privacy; negative passed",
+        ),
+        ({"positive": OFF, "negative": OFF}, "not run", "controls: not run (off)"),
+        (None, "not run", "controls: not run (the attack is of a version without them)"),
+        ({"positive": 3}, "not run", "controls: not run (no reason was recorded)"),
+    ],
+)  # fmt: skip
+def test_controls_in_words(found, state, said):
+    assert (controls.state({"controls": found}), controls.sentence({"controls": found})) == (state, said)

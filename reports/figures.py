@@ -123,11 +123,8 @@ def gallery(run: RunData, attack: AttackData) -> Figure:
         heads = [f"channel {i}" for i in range(columns)] if signals else ["original", "reconstruction", "blind guess"]
         for axes, head in zip(grid[0], heads, strict=True):
             axes.set_title(head, fontsize=9, color=QUIET)
-        left = (
-            f"{len(pairs)} of {total} images, {total - len(pairs)} left out"
-            if total > len(pairs)
-            else f"{total} images"
-        )
+        things, most = "signals" if signals else "images", total - len(pairs)
+        left = f"{len(pairs)} of {total} {things}, {most} left out" if most else f"{total} {things}"
         notes = [left, "worst leak first"] if total > 1 else []
         notes += [f"{columns} of {channels} channels"] if signals and channels > columns else []
         _heading(figure, f"{run.name} · {attack.name}", "; ".join(notes))

@@ -109,14 +109,15 @@ def headline_sentence(row: Row) -> str:
     without = f" Victims in no number: {', '.join(lost)}." if lost else ""
     if not row["attack"]:
         return f"There is no worst case: {row['note']}.{without}"
-    mean = with_interval(number(row["psnr_mean"]), number(row["psnr_low"]), number(row["psnr_high"]), row["psnr_note"])
+    low, high = number(row["psnr_low"]), number(row["psnr_high"])
+    mean = with_interval(f"{number(row['psnr_mean'])} dB", low, high, row["psnr_note"])
     low, high = percent(row["success_low"]), percent(row["success_high"])
     share = with_interval(percent(row["success"]), low, high, row["note"])
     note = f" {row['note'].capitalize()}: this supports no claim." if row["note"] else ""
     return (
         f"Worst case over rounds and victims, on what the wire shows: {number(row['psnr_max'])} dB by {row['attack']} "
         f"({place(row)}; a blind guess: {number(row['psnr_blind'])} dB). Over the {row['n']} victims of that attack: mean "
-        f"{mean} dB; {share} reach {SUCCESS:.0f} dB.{note}{without}"
+        f"{mean}; {share} reach {SUCCESS:.0f} dB.{note}{without}"
     )
 
 

@@ -59,6 +59,8 @@ def test_dataset_cards_are_readable_without_importing():
         (images(6, 5, 4, 1), (6, 1, 5, 4)),
         (images(6, 3, 5, 4), (6, 3, 5, 4)),
         (images(6, 1, 5, 4), (6, 1, 5, 4)),
+        (images(6, 9, 1, 16), (6, 9, 1, 16)),  # signals of 9 channels
+        (images(6, 5, 1, 3), (6, 3, 5, 1)),  # as before: colours last
     ],
 )
 def test_layouts(given: np.ndarray, expected: tuple[int, ...]):

@@ -127,6 +127,24 @@ def write_gallery(run_folder: Path, attack_id: str) -> Path:
     raise RunError(f"run '{run.name}' has no attack '{attack_id}'. It has: {known}.")
 
 
+def write_sheet(path: Path, title: str, found: np.ndarray, truth: np.ndarray | None) -> None:
+    """Write a picture of the first 16 reconstructions [B, C, H, W] in [0, 1], under the true images where there are any."""
+    count = min(len(found), MOST)
+    rows = [found] if truth is None else [truth, found]
+    with style():
+        figure = Figure(figsize=(1.35 + 1.12 * count, 0.5 + 1.5 * len(rows)))
+        grid = figure.subplots(len(rows), count, squeeze=False)
+        for axes, image in zip(grid.flat, (image for row in rows for image in row[:count]), strict=True):
+            _picture(axes, image)
+        for axes, name in zip(grid[::-1, 0], ("reconstruction", "original"), strict=False):
+            axes.set_ylabel(name, rotation=0, ha="right", va="center", labelpad=8)
+        for i, axes in enumerate(grid[-1] if truth is not None else ()):
+            axes.set_xlabel(_decibel(psnr(rows[0][i], found[i])), fontsize=8.5, labelpad=3)
+        figure.subplots_adjust(left=1.3 / figure.get_figwidth(), right=0.98, bottom=0.15, top=0.8)
+        figure.suptitle(title, x=0.02, ha="left", fontsize=11.5)
+    write_bytes(path, encode(figure, "png"))
+
+
 def tradeoff(runs: Sequence[RunData]) -> Figure:
     """Return mean personal accuracy of the last tested round against the median capped PSNR.
 
@@ -297,12 +315,7 @@ def _bank(pane: SubFigure, pairs: Sequence[Pair], blind: np.ndarray) -> None:
 def _column(column: np.ndarray, pair: Pair, blind: np.ndarray) -> None:
     """Draw one image: original, reconstruction, blind guess."""
     for axes, image in zip(column, (pair.truth, pair.found, blind), strict=True):
-        grey = image.shape[0] != 3
-        shown = image.mean(axis=0) if grey else image.transpose(1, 2, 0)
-        axes.imshow(np.clip(shown, 0, 1), cmap="gray", vmin=0, vmax=1, interpolation="nearest")
-        axes.set(xticks=[], yticks=[])
-        for spine in axes.spines.values():
-            spine.set(visible=True, color="#bbbbbb", linewidth=0.8)
+        _picture(axes, image)
     where = f"client {pair.capture.client}\nround {pair.capture.round}"
     column[0].set_title(f"{where}\nlabel {pair.label_true}", fontsize=8.5, linespacing=1.25)
     failed = pair.status in FAILED
@@ -314,6 +327,16 @@ def _column(column: np.ndarray, pair: Pair, blind: np.ndarray) -> None:
     if failed:
         for spine in column[1].spines.values():
             spine.set(color=ALARM, linewidth=2.5)
+
+
+def _picture(axes: Axes, image: np.ndarray) -> None:
+    """Draw one image [C, H, W] in [0, 1]."""
+    grey = image.shape[0] != 3
+    shown = image.mean(axis=0) if grey else image.transpose(1, 2, 0)
+    axes.imshow(np.clip(shown, 0, 1), cmap="gray", vmin=0, vmax=1, interpolation="nearest")
+    axes.set(xticks=[], yticks=[])
+    for spine in axes.spines.values():
+        spine.set(visible=True, color="#bbbbbb", linewidth=0.8)
 
 
 def _decibel(value: float) -> str:

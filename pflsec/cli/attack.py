@@ -38,10 +38,29 @@ def attack(
     executor: Annotated[str, typer.Option(help="auto, serial or processes: victims at once.")] = "auto",
     workers: Annotated[int | None, typer.Option(help="Worker processes. [default: one per core]")] = None,
     device: Annotated[str, typer.Option(help="auto or cpu.")] = "auto",
+    before: Annotated[
+        Path | None, typer.Option(help="No run: safetensors file of the weights the client began with.")
+    ] = None,
+    after: Annotated[Path | None, typer.Option(help="The weights it ended with.")] = None,
+    model: Annotated[str | None, typer.Option(help="Their network; see: pflsec list models.")] = None,
+    split: Annotated[str | None, typer.Option(help="Layer with which its head begins. [default: the last]")] = None,
+    shape: Annotated[str | None, typer.Option(help="Channels, height, width: 1,28,28.")] = None,
+    classes: Annotated[int | None, typer.Option(help="Number of classes.")] = None,
+    lr: Annotated[float | None, typer.Option(help="The client's learning rate.")] = None,
+    mean: Annotated[
+        str | None, typer.Option(help="Mean of the inputs' normalisation, 0.5 or a,b,c. [default: 0]")
+    ] = None,
+    std: Annotated[str | None, typer.Option(help="Its standard deviation. [default: 1]")] = None,
+    images: Annotated[int | None, typer.Option(help="Images behind the update. [default: 1]")] = None,
+    steps: Annotated[int | None, typer.Option(help="The client's local steps. [default: 1]")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Images in a step. [default: all]")] = None,
+    known_labels: Annotated[str | None, typer.Option(help="Their labels, 3,1; with --knowledge wire+labels.")] = None,
+    truth: Annotated[Path | None, typer.Option(help=".npz with images and labels, to score with.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for what is found.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, say what would be attacked, and stop.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the scores as JSON on stdout.")] = False,
 ) -> None:
-    """Attack what a run's captures show, and score what is rebuilt.
+    """Attack what a run's captures show, and score what is rebuilt; or, with --before, an update from elsewhere.
 
     Examples:
 
@@ -50,6 +69,8 @@ def attack(
       pflsec attack dlg,ig my-run --restarts 2
 
       pflsec attack ig my-run --knowledge oracle --rounds 0
+
+      pflsec attack ig --before a.safetensors --after b.safetensors --model mlp --shape 1,28,28 --classes 10 --lr 0.1 --out found
     """
     from pflsec import api
     from pflsec.config.attack import AttackConfig, attack_names, make_attack
@@ -57,6 +78,13 @@ def attack(
     from pflsec.core.config import build
     from pflsec.runtime.folder import RunFolder
 
+    described = {
+        "before": before, "after": after, "model": model, "out": out, "truth": truth, "split": split,
+        "shape": _numbers(shape, "--shape"), "classes": classes, "lr": lr, "mean": _decimals(mean, "--mean"),
+        "std": _decimals(std, "--std"), "images": images, "steps": steps, "batch_size": batch_size,
+        "known_labels": _numbers(known_labels, "--known-labels"),
+    }  # fmt: skip
+    described = {name: value for name, value in described.items() if value is not None}
     options = {
         "rounds": _numbers(rounds, "--rounds"),
         "clients": _numbers(clients, "--clients"),
@@ -72,6 +100,10 @@ def attack(
         **{"labels": labels, "hidden": hidden, "lpips": lpips, "seed": seed, "executor": executor, "workers": workers},
         "device": device,
     }
+    if described:
+        selecting = {"run": run, "rounds": rounds, "clients": clients, "kind": None if kind == "probe" else kind}
+        _attack_update(attacks, described, options, [k for k, v in selecting.items() if v is not None], dry_run, json)
+        return
     config = build(AttackConfig, options, "attack")
     names = attack_names(attacks)
     ready = [(name, make_attack(name, config)) for name in names]
@@ -92,6 +124,58 @@ def attack(
         return
     _print_summary(scores)
     say(f"results in {session.folder.attacks}; make the page with: pflsec report {session.folder.path.name}")
+
+
+def _attack_update(
+    attack_name: str,
+    described: dict[str, Any],
+    options: dict[str, Any],
+    selecting: list[str],
+    dry_run: bool,
+    json: bool,
+) -> None:
+    from pflsec import api
+
+    needed = ("before", "after", "model", "shape", "classes", "lr", "out")
+    missing = ", ".join(f"--{name}" for name in needed if name not in described)
+    if missing:
+        given = ", ".join(f"--{name.replace('_', '-')}" for name in described)
+        raise ConfigError(f"{given} describe an update from elsewhere, which needs {missing} as well.")
+    if selecting:
+        flag = "a run" if selecting[0] == "run" else f"--{selecting[0]}"
+        raise ConfigError(f"an update from elsewhere is attacked without {flag}.")
+    rest = {k: v for k, v in options.items() if k not in ("rounds", "clients", "kind")}
+    where = {k: described.pop(k) for k in ("before", "after", "model", "out", "truth") if k in described}
+    session = api.UpdateSession(attack_name, **where, options=described | rest)
+    for doubt in session.update.doubts:
+        say(f"warning: {doubt}.")
+    if dry_run:
+        if json:
+            print_json({"attack": session.name, "doubts": session.update.doubts})
+        return
+    say(
+        f"{session.name} on {where['after']}: {session.update.record.batch} images, {session.update.record.steps} steps"
+    )
+    found = session.run()
+    labels = None if found.labels is None else found.labels.tolist()
+    if json:
+        facts = {"path": str(found.path), "objective": found.objective, "status": found.status, "labels": labels}
+        print_json(facts | {"doubts": found.doubts, "scores": found.scores})
+        return
+    scores = found.scores or {}
+    cells = [session.name, found.status, f"{found.objective:.3g}", " ".join(map(str, labels or []))]
+    cells += [number(scores.get(name)) for name in ("psnr_capped", "ssim")]
+    print_table("", ["attack", "status", "objective", "labels", "PSNR dB", "SSIM"], [cells])
+    say(f"results in {found.path}" + ("" if scores else "; nothing to score them with: see --truth"))
+
+
+def _decimals(text: str | None, flag: str) -> list[float] | None:
+    if text is None:
+        return None
+    try:
+        return [float(word) for word in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"{flag} is '{text}'; use a number, or one for each channel with commas between.") from None
 
 
 def _numbers(text: str | None, flag: str) -> list[int] | None:

@@ -5,11 +5,12 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from pflsec.config.attack import AttackConfig, make_attack
 from pflsec.config.train import TrainConfig
 from pflsec.core import methodfile
 from pflsec.core.algorithm import Algorithm
-from pflsec.core.attack import Reconstruction
+from pflsec.core.attack import Attack, Reconstruction
 from pflsec.core.config import build
 from pflsec.core.errors import NotApplicable, RunError, TrainingError
 from pflsec.core.inputs import InputSpec
@@ -32,7 +33,7 @@ from pflsec.runtime.executor import one_thread
 from pflsec.runtime.folder import RunFolder
 from pflsec.runtime.replay import capture
 from pflsec.runtime.setup import rebuild
-from pflsec.wire.capture import Record
+from pflsec.wire.capture import Capture, Record
 from pflsec.wire.store import CaptureStore
 
 
@@ -119,22 +120,32 @@ def attempt(target: Target) -> Attempt:
     net, algorithm = rebuild(config, spec)
     record = _record(folder, target.capture, config, spec, algorithm)
     attack = make_attack(target.attack, target.config)
-    seed = target.config.seed
+    given = partial(capture, algorithm, net, record, state=target.state)
+    found, reason = reconstruct(target.attack, attack, target.config, given, target.labels, record.id)
+    return Attempt(record.id, found, reason, time.perf_counter() - began)
+
+
+def reconstruct(
+    name: str,
+    attack: Attack[Any],
+    config: AttackConfig,
+    given: Callable[..., Capture],
+    labels: Tensor | None,
+    capture_id: str = "update",
+) -> tuple[Reconstruction | None, str]:
+    """Return what an attack makes of a capture, with its note, or None with the reason why there is nothing.
+
+    given  makes the capture of `history`, `seed` and `labels`
+    """
     with one_thread(), torch.random.fork_rng(devices=[]):
-        cap = capture(
-            algorithm,
-            net,
-            record,
-            history=Knows.HISTORY in target.config.threat.knows,
-            seed=seed_of(seed, "replay", record.id),
-            labels=target.labels,
-            state=target.state,
-        )
+        seed, history = seed_of(config.seed, "replay", capture_id), Knows.HISTORY in config.threat.knows
         try:
-            found = attack.reconstruct(cap, stream(seed, "attack", target.attack, record.id))
+            found = attack.reconstruct(
+                given(history=history, seed=seed, labels=labels), stream(config.seed, "attack", name, capture_id)
+            )
         except NotApplicable as reason:
-            return Attempt(record.id, None, str(reason), time.perf_counter() - began)
-    return Attempt(record.id, found, found.note, time.perf_counter() - began)
+            return None, str(reason)
+    return found, found.note
 
 
 def attempts(targets: Sequence[Target], executor: str, workers: int | None) -> Iterator[Attempt]:

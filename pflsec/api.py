@@ -298,6 +298,7 @@ class UpdateSession:
         self.update = elsewhere.load(self.files["before"], self.files["after"], model, self.described)
         self.model = model if isinstance(model, str) else type(model).__name__
         self.truth = None if truth is None else self._truth(Path(truth))
+        self.doubts = [*self.update.doubts, *self._truth_doubts()]
 
     def run(self) -> Found:
         """Run the attack and write its folder. Raises ConfigError where it has nothing to work on."""
@@ -324,7 +325,7 @@ class UpdateSession:
 
             true = None if self.truth is None else self.update.record.input.pixels(self.truth.x).clamp(0, 1).numpy()
             write_sheet(self.out / "gallery.png", f"{self.name} on {self.files['after'].name}", pixels.numpy(), true)
-        return Found(self.out, pixels, found.y, found.objective, found.status, self.update.doubts, row)
+        return Found(self.out, pixels, found.y, found.objective, found.status, self.doubts, row)
 
     def _check_labels(self) -> None:
         given, granted = self.described.known_labels is not None, Knows.LABELS in self.config.threat.knows
@@ -345,6 +346,13 @@ class UpdateSession:
             )
         x, y = spec.normalise(torch.from_numpy(images)), torch.from_numpy(labels)
         return Truth(x, y, torch.arange(len(y)), {}, self.update.residual(x, y))
+
+    def _truth_doubts(self) -> list[str]:
+        residual = None if self.truth is None else self.truth.replay_residual
+        valid, why = results.validity(residual)
+        if residual is None or valid:
+            return []
+        return [f"{why}: the client did something else than is described (normalisation, learning rate, loss, mode)"]
 
     def _score(
         self, found: Reconstruction, truth: Truth, seconds: float
@@ -373,7 +381,7 @@ class UpdateSession:
         result = {name: plain(getattr(found, name)) for name in told}
         update = plain(self.described.model_dump()) | {"model": self.model, "sha256": hashes}
         return _attack_facts(self.name, self.made, self.config, self.perceptual, started, seconds) | {
-            "update": update | {"doubts": self.update.doubts},
+            "update": update | {"doubts": self.doubts},
             "result": result | {"label_found": None if found.y is None else found.y.tolist()},
             "state": "done",
         }
@@ -399,7 +407,7 @@ def attack_update(
     Doubts about the description are warnings. Raises PflsecError before anything is searched or written.
     """
     session = UpdateSession(attack, before=before, after=after, model=model, out=out, truth=truth, options=options)
-    for doubt in session.update.doubts:
+    for doubt in session.doubts:
         warnings.warn(f"{doubt}.", PflsecWarning, stacklevel=2)
     return session.run()
 

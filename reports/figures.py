@@ -131,8 +131,9 @@ def write_sheet(path: Path, title: str, found: np.ndarray, truth: np.ndarray | N
     """Write a picture of the first 16 reconstructions [B, C, H, W] in [0, 1], under the true images where there are any."""
     count = min(len(found), MOST)
     rows = [found] if truth is None else [truth, found]
+    wide = 1.35 + 1.12 * count
     with style():
-        figure = Figure(figsize=(1.35 + 1.12 * count, 0.5 + 1.5 * len(rows)))
+        figure = Figure(figsize=(max(wide, 0.3 + 0.1 * len(title)), 0.5 + 1.5 * len(rows)))
         grid = figure.subplots(len(rows), count, squeeze=False)
         for axes, image in zip(grid.flat, (image for row in rows for image in row[:count]), strict=True):
             _picture(axes, image)
@@ -140,7 +141,9 @@ def write_sheet(path: Path, title: str, found: np.ndarray, truth: np.ndarray | N
             axes.set_ylabel(name, rotation=0, ha="right", va="center", labelpad=8)
         for i, axes in enumerate(grid[-1] if truth is not None else ()):
             axes.set_xlabel(_decibel(psnr(rows[0][i], found[i])), fontsize=8.5, labelpad=3)
-        figure.subplots_adjust(left=1.3 / figure.get_figwidth(), right=0.98, bottom=0.15, top=0.8)
+        figure.subplots_adjust(
+            left=1.3 / figure.get_figwidth(), right=0.98 * wide / figure.get_figwidth(), bottom=0.15, top=0.8
+        )
         figure.suptitle(title, x=0.02, ha="left", fontsize=11.5)
     write_bytes(path, encode(figure, "png"))
 

@@ -147,15 +147,14 @@ def _attack_update(
     rest = {k: v for k, v in options.items() if k not in ("rounds", "clients", "kind")}
     where = {k: described.pop(k) for k in ("before", "after", "model", "out", "truth") if k in described}
     session = api.UpdateSession(attack_name, **where, options=described | rest)
-    for doubt in session.update.doubts:
+    for doubt in session.doubts:
         say(f"warning: {doubt}.")
     if dry_run:
         if json:
-            print_json({"attack": session.name, "doubts": session.update.doubts})
+            print_json({"attack": session.name, "doubts": session.doubts})
         return
-    say(
-        f"{session.name} on {where['after']}: {session.update.record.batch} images, {session.update.record.steps} steps"
-    )
+    size = session.update.record
+    say(f"{session.name} on {where['after']}: images {size.batch}, local steps {size.steps}")
     found = session.run()
     labels = None if found.labels is None else found.labels.tolist()
     if json:

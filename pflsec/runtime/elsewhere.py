@@ -1,9 +1,11 @@
 """An update from elsewhere: two sets of weights, checked before anything is searched, as a capture to attack.
 
 The client is taken to have done what a FedAvg client does: plain SGD on the mean cross entropy, from the first weights.
+BatchNorm layers whose running statistics have not moved were in evaluation mode, and are replayed in it.
 """
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,8 +18,9 @@ from pflsec.core.algorithm import Algorithm
 from pflsec.core.config import build
 from pflsec.core.errors import RunError, did_you_mean
 from pflsec.core.items import Items, first_nonfinite
+from pflsec.core.network import Statistics
 from pflsec.core.tensors import read_items
-from pflsec.models import catalogue
+from pflsec.models import batchnorm, catalogue
 from pflsec.models.network import Network, from_module
 from pflsec.runtime import replay
 from pflsec.runtime.executor import one_thread
@@ -26,7 +29,18 @@ from pflsec.wire.capture import Capture, Record
 PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle")
 LARGEST = 2.0  # sum over classes of |softmax - label|: at most 2, so also its mean over images and steps
 SLACK = 1.05
+COUNT = "num_batches_tracked"  # torch's BatchNorm counts its training steps; a state_dict holds it, we need it not
 HOPELESS = 2.0  # times the largest: a defense's noise may go beyond what is possible, a wrong learning rate does
+
+
+class Evaluating(Network):
+    """A network whose BatchNorm layers read their running statistics in training too, and leave them as they are."""
+
+    def __init__(self, net: Network):
+        self.__dict__ |= vars(net)
+
+    def training(self) -> AbstractContextManager[Statistics]:
+        return batchnorm.training([])
 
 
 @dataclass(frozen=True)
@@ -56,9 +70,12 @@ def load(before: Path, after: Path, model: str | nn.Module, cfg: UpdateConfig) -
         net = from_module(model, cfg.shape, cfg.classes, cfg.split)
     else:
         net = catalogue.build(model, cfg.shape, cfg.classes, cfg.split)
-    down, up = (_weights(path, f"the weights {word}", net) for path, word in ((before, "before"), (after, "after")))
+    files = [_read(path, f"the weights {word}") for path, word in ((before, "before"), (after, "after"))]
+    down, up = (_weights(file, net) for file in files)
     if all(torch.equal(down[k], up[k]) for k in down):
         raise RunError(f"{before} and {after} hold the same weights: nothing was learnt between them.")
+    if net.buffers and all(torch.equal(down[k], up[k]) for k in net.buffers):
+        net = Evaluating(net)
     kind = registry.load("algorithms", "fedavg")
     algorithm = kind(build(kind.Config, {"weighting": "uniform"}, "fedavg"), net, 1)
     record = Record(
@@ -78,19 +95,39 @@ def load(before: Path, after: Path, model: str | nn.Module, cfg: UpdateConfig) -
         lr=cfg.lr,
         personal_equals_public=False,
     )
-    return Update(algorithm, net, record, list(_doubts(net, record)))
+    return Update(algorithm, net, record, [*_doubts(net, record), *_mode_doubts(net, record, *files)])
 
 
-def _weights(path: Path, what: str, net: Network) -> Items:
+@dataclass(frozen=True)
+class _File:
+    """What a file of weights holds. what: how messages name it."""
+
+    path: Path
+    what: str
+    items: Items
+
+
+def _read(path: Path, what: str) -> _File:
     if path.suffix.lower() in PICKLES:
         raise RunError(
             f"{what} are not read from {path}: loading a pickle may run code. Write "
             "safetensors.torch.save_file(model.state_dict(), FILE) instead."
         )
-    found = read_items(path, what)
+    return _File(path, what, read_items(path, what))
+
+
+def _weights(file: _File, net: Network) -> Items:
+    """Return a file's weights under our names. Raises RunError where they are not the network's."""
+    counts = {f"{name}.{COUNT}" for name in net.batchnorms}
+    path, what, found = file.path, file.what, {k: v for k, v in file.items.items() if k not in counts}
     names = net.names if len(found.keys() & net.names.keys()) >= len(found.keys() & net.shapes.keys()) else None
     wanted = names or {name: name for name in net.shapes}
     if missing := [name for name in wanted if name not in found]:
+        if all(wanted[name] in net.buffers for name in missing):
+            raise RunError(
+                f"{what}: {path} lacks the running statistics {_listed(missing)}. Write the module's whole state_dict(): its "
+                "parameters alone do not say what the network computes."
+            )
         raise RunError(f"{what}: {path} lacks {_listed(missing)}{did_you_mean(missing[0], found)}")
     if surplus := [name for name in found if name not in wanted]:
         raise RunError(
@@ -168,6 +205,23 @@ def _input_doubts(net: Network, seen: Items, record: Record) -> Iterator[str]:
             f"with this mean and std, the pixels that the first layer's gradient shows run from {low:.2f} to {high:.2f}, not "
             "from 0 to 1: the normalisation is another one"
         )
+
+
+def _mode_doubts(net: Network, record: Record, before: _File, after: _File) -> Iterator[str]:
+    """BatchNorm layers in training mode move their statistics and count the steps."""
+    if isinstance(net, Evaluating):
+        yield (
+            "the running statistics are the same before and after: the client is taken to have trained with its BatchNorm "
+            "layers in evaluation mode"
+        )
+        return
+    for name in (f"{layer}.{COUNT}" for layer in net.batchnorms):
+        ends = [file.items.get(name) for file in (before, after)]
+        if all(end is not None and end.numel() == 1 for end in ends):
+            counted = int(ends[1]) - int(ends[0])  # type: ignore[arg-type]
+            if counted != record.steps:
+                yield f"'{name}' counts {counted} training steps, not {record.steps}"
+            return
 
 
 def _listed(names: list[str]) -> str:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
+from torch import nn
 
 from pflsec import api
 from pflsec.core.errors import PflsecError
@@ -39,12 +40,14 @@ def pictures(count: int, first: int = 0) -> tuple[np.ndarray, np.ndarray]:
 class Client:
     """Somebody's client: torch's SGD on the mean cross entropy of all its images, and what it leaves on disk."""
 
-    def __init__(self, folder: Path, count: int = 1, first: int = 0):
-        self.folder = folder
+    def __init__(
+        self, folder: Path, count: int = 1, first: int = 0, module: Callable[[], nn.Module] = toys.tiny_module
+    ):
+        self.folder, self.module = folder, module
         self.images, self.labels = pictures(count, first)
         with torch.random.fork_rng():
             torch.manual_seed(5)
-            self.model = toys.tiny_module()
+            self.model = module()
         self.before, self.after, self.truth = (
             folder / name for name in ("a.safetensors", "b.safetensors", "truth.npz")
         )
@@ -62,7 +65,7 @@ class Client:
         return self
 
     def attack(self, name: str = "idlg", **options: Any) -> api.Found:
-        common = {"before": self.before, "after": self.after, "model": toys.tiny_module(), "out": self.folder / "out"}
+        common = {"before": self.before, "after": self.after, "model": self.module(), "out": self.folder / "out"}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return api.attack_update(name, **(common | GIVEN | options))
@@ -157,6 +160,48 @@ def test_a_picture_is_drawn(client: Client, monkeypatch: pytest.MonkeyPatch, sco
     assert (found.path / "gallery.png").read_bytes().startswith(b"\x89PNG")
 
 
+# --- BatchNorm
+
+
+def normed(folder: Path, training: bool, steps: int = 1) -> Client:
+    client = Client(folder, count=4, module=toys.normed_module)
+    client.model.train(training)
+    return client.train(steps)
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("training", [True, False])
+def test_batchnorm_is_replayed_in_the_clients_mode(tmp_path: Path, training: bool, steps: int):
+    """torch's own training, with its count of batches in the files, is met by the replay of the truth."""
+    client = normed(tmp_path, training, steps)
+    found = client.attack(truth=client.truth, images=4, steps=steps, **QUICK)
+    assert found.scores is not None
+    assert found.scores["attack_valid"] is True
+    assert [("evaluation mode" in doubt) for doubt in found.doubts] == [True] * (not training)
+
+
+def test_the_count_of_batches_speaks_against_a_wrong_number_of_steps(tmp_path: Path):
+    (doubt,) = normed(tmp_path, True, steps=2).doubts(images=4, steps=1, lr=0.2)
+    assert "'bn.num_batches_tracked' counts 2 training steps, not 1" in doubt
+
+
+def test_parameters_without_running_statistics_are_refused_by_name(tmp_path: Path):
+    client = normed(tmp_path, True)
+    save_file(dict(client.model.named_parameters()), client.after)
+    with pytest.raises(PflsecError, match=r"lacks the running statistics 'bn.running_mean', .* whole state_dict"):
+        client.attack(images=4)
+
+
+def test_every_name_of_a_module_stands_for_an_item():
+    """Of parameters and buffers alike, whatever the cut."""
+    for split in (None, "fc1", "bn"):
+        net, theirs = toys.normed(split), toys.normed_module().state_dict()
+        assert sorted(net.names.values()) == sorted(net.shapes)
+        assert set(net.names) == {name for name in theirs if not name.endswith("num_batches_tracked")}
+        assert all(tuple(theirs[name].shape) == net.shapes[item] for name, item in net.names.items())
+        assert all(item.endswith(name.rpartition(".")[2]) for name, item in net.names.items())
+
+
 # --- what speaks against the description is said before the search
 
 
@@ -174,6 +219,15 @@ def test_a_wrong_normalisation_is_named(tmp_path: Path):
     (doubt,) = client.doubts(mean=(0.5,), std=(0.5,))  # (p - 0.5) / 0.25 read as (p - 0.5) / 0.5
     low, high = (2 * float(p) / 255 - 0.5 for p in (client.images.min(), client.images.max()))
     assert f"run from {low:.2f} to {high:.2f}" in doubt
+
+
+def test_a_truth_that_does_not_replay_is_said_before_the_search(client: Client):
+    session = api.UpdateSession(
+        "idlg", before=client.before, after=client.after, model=toys.tiny_module(), out=client.folder / "out",
+        truth=client.truth, options=GIVEN | QUICK | {"mean": (0.1,), "std": (1.0,)},
+    )  # fmt: skip
+    assert "misses what was sent" in session.doubts[-1]
+    assert not session.out.exists()
 
 
 @pytest.mark.parametrize("lr", [0.05, 0.3, 10.0])

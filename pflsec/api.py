@@ -4,7 +4,7 @@ import hashlib
 import os
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from pflsec.config.attack import AttackConfig, attack_names, make_attack
+from pflsec.config.attack import AttackConfig, Ready, attack_names, make_attack, make_attacks, narrowed
 from pflsec.config.train import resolve, run_name
 from pflsec.config.update import UpdateConfig
 from pflsec.core import methodfile, registry
@@ -231,14 +231,16 @@ def attack(
     run      a Run, its folder or name; None: the newest
     attacks  "dlg", "dlg,ig", a list of names, or "all"
     options  as on the command line, with underscores: knowledge="oracle", restarts=2, settings={"tv": 1e-4}
-    Raises PflsecError before anything runs when the adversary lacks knowledge that was asked for.
+    Raises PflsecError before anything runs when the adversary lacks knowledge that was asked for. Of `all`, an attack that
+    this adversary cannot mount ends as not applicable. One that fails is raised once the others are done.
     """
     config = build(AttackConfig, {"executor": "serial", **options}, "attack")
     folder = RunFolder.open(run.path if isinstance(run, Run) else run, Path(runs_dir))
-    names = attack_names(attacks)
+    ready = make_attacks(attacks, config)
     session = AttackSession(folder, config)
-    ready = [(name, make_attack(name, config)) for name in names]
-    found = [session.run(name, made, on_victim) for name, made in ready]
+    found, failures = session.run_each(ready, on_victim)
+    if failures:
+        raise next(iter(failures.values()))
     return found[0] if isinstance(attacks, str) and len(found) == 1 else found
 
 
@@ -429,9 +431,25 @@ class AttackSession:
         for capture in self.captures if self.pool is not None else ():
             self.vault.truth(capture)
 
-    def run(self, name: str, made: Attack[Any], on_victim: OnVictim) -> Scores:
+    def run_each(self, ready: Sequence[Ready], on_victim: OnVictim) -> tuple[list[Scores], dict[str, Exception]]:
+        """Run attacks one after the other; return the scores, and the failures by attack: one keeps no other from its work.
+
+        Where results cannot be read or written there is no going on.
+        """
+        scores, failures = [], {}
+        for one in ready:
+            try:
+                scores.append(self.run(one.name, one.attack, on_victim, one.refused))
+            except RunError:
+                raise
+            except Exception as error:
+                failures[one.name] = error
+        return scores, failures
+
+    def run(self, name: str, made: Attack[Any], on_victim: OnVictim, refused: str = "") -> Scores:
         """Run one attack on all selected captures and write its folder.
 
+        refused  why it cannot be mounted: nothing is tried, and every row says so
         On Ctrl-C and on failure the finished victims are written, unless earlier results hold as many.
         """
         began, started = time.perf_counter(), manifest.now()
@@ -443,7 +461,7 @@ class AttackSession:
         secure(path.parent)
         state = "interrupted"
         try:
-            for tried in attacking.attempts(self._targets(name), self.config.executor, self.config.workers):
+            for tried in self._attempts(name, refused):
                 row, scored, picture = self._row(name, tried)
                 rows.append(row)
                 victims[tried.capture] = {k: getattr(tried.result, k, None) for k in ("failures", "trace")}
@@ -467,14 +485,20 @@ class AttackSession:
             write_gallery(self.folder.path, path.name)
         return Scores(path)
 
+    def _attempts(self, name: str, refused: str) -> Iterable[attacking.Attempt]:
+        if refused:
+            return [attacking.Attempt(capture, None, refused, 0.0) for capture in self.captures]
+        return attacking.attempts(self._targets(name), self.config.executor, self.config.workers)
+
     def _targets(self, name: str) -> list[attacking.Target]:
+        config = narrowed(name, self.config)
         knows, path = self.config.threat.knows, self.folder.path
         targets = []
         for capture in self.captures:
             truth = self.vault.truth(capture) if knows & {Knows.LABELS, Knows.PRIVATE} else None
             labels = truth.y if truth and Knows.LABELS in knows else None
             state = truth.state if truth and Knows.PRIVATE in knows else None
-            targets.append(attacking.Target(path, capture, name, self.config, labels, state))
+            targets.append(attacking.Target(path, capture, name, config, labels, state))
         return targets
 
     def _row(self, name: str, tried: attacking.Attempt) -> tuple[dict[str, Any], VictimScore | None, Tensor | None]:

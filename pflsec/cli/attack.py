@@ -73,7 +73,7 @@ def attack(
       pflsec attack ig --before a.safetensors --after b.safetensors --model mlp --shape 1,28,28 --classes 10 --lr 0.1 --out found
     """
     from pflsec import api
-    from pflsec.config.attack import AttackConfig, attack_names, make_attack
+    from pflsec.config.attack import AttackConfig, make_attacks
     from pflsec.config.train import parse_assignments, split_assignments
     from pflsec.core.config import build
     from pflsec.runtime.folder import RunFolder
@@ -105,25 +105,30 @@ def attack(
         _attack_update(attacks, described, options, [k for k, v in selecting.items() if v is not None], dry_run, json)
         return
     config = build(AttackConfig, options, "attack")
-    names = attack_names(attacks)
-    ready = [(name, make_attack(name, config)) for name in names]
+    ready = make_attacks(attacks, config)
+    names = [one.name for one in ready]
     session = api.AttackSession(RunFolder.open(run, runs_dir), config)
     say(f"{', '.join(names)} on run {session.folder.path.name}: {len(session.captures)} victims each")
+    for one in ready:
+        if one.refused:
+            say(f"note: {one.name} does not apply: {one.refused}")
     if session.perceptual.status not in ("ok", "off"):
         say(f"note: LPIPS is not available ({session.perceptual.status}). {session.perceptual.remedy}")
     if dry_run:
         if json:
             print_json({"attacks": names, "captures": session.captures})
         return
-    scores = []
     with progress(len(names) * len(session.captures), "victim") as bar:
-        for name, made in ready:
-            scores.append(session.run(name, made, lambda *seen: bar.advance(_note(*seen))))
+        scores, failures = session.run_each(ready, lambda *seen: bar.advance(_note(*seen)))
+    for name, error in failures.items():
+        say(f"{name} failed: {_first_line(error)}")
     if json:
         print_json([{"path": str(s.path), "scores": _records(s)} for s in scores])
-        return
-    _print_summary(scores)
-    say(f"results in {session.folder.attacks}; make the page with: pflsec report {session.folder.path.name}")
+    elif scores:
+        _print_summary(scores)
+        say(f"results in {session.folder.attacks}; make the page with: pflsec report {session.folder.path.name}")
+    for error in failures.values():
+        raise error
 
 
 def _attack_update(
@@ -188,6 +193,10 @@ def _numbers(text: str | None, flag: str) -> list[int] | None:
             raise ConfigError(f"{flag} has '{word}', which is no number >= 0; use numbers, such as 0,9.")
         numbers.append(found)
     return numbers
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0] or type(error).__name__
 
 
 def _note(name: str, done: int, total: int, row: Any) -> str:

@@ -36,6 +36,7 @@ from pflsec.runtime.estimate import estimate as _estimate
 from pflsec.runtime.executor import Executor, Serial
 from pflsec.runtime.folder import RunFolder, attack_folder, secure
 from pflsec.runtime.pool import Processes
+from pflsec.runtime.replay import visible_items
 from pflsec.runtime.rounds import play
 from pflsec.runtime.setup import Setup, prepare
 from pflsec.wire.store import CaptureStore
@@ -298,6 +299,7 @@ class UpdateSession:
         self.perceptual = Perceptual.find(self.config.lpips, weights)
         self.files = {"before": Path(before), "after": Path(after)}
         self.update = elsewhere.load(self.files["before"], self.files["after"], model, self.described)
+        visible_items(self.update.record, self.config.visible or ())
         self.model = model if isinstance(model, str) else type(model).__name__
         self.truth = None if truth is None else self._truth(Path(truth))
         self.doubts = [*self.update.doubts, *self._truth_doubts()]
@@ -372,7 +374,8 @@ class UpdateSession:
         row |= {"algo": card.key, "family": card.family, "attack": self.name, "kind": "update", "seconds": seconds}
         row |= {"adversary": self.config.adversary, "knowledge": self.config.knowledge, "attack_valid": valid}
         row |= {"batch": self.update.record.batch, "steps": self.update.record.steps}
-        row["reason"] = "; ".join(filter(None, (found.note, why, "no other images to identify among or to guess from")))
+        said = (found.note, _seen(self.config), why, "no other images to identify among or to guess from")
+        row["reason"] = "; ".join(filter(None, said))
         if scored.nonfinite:
             row["status"] = "nonfinite"
         return row, [image | unknown for image in results.image_rows("update", scored)]
@@ -427,7 +430,7 @@ class AttackSession:
         self.perceptual = Perceptual.find(config.lpips, weights)
         self.vault = Vault(folder.vault)
         self.pool: Pool | None = self.vault.pool() if (folder.vault / "pool.safetensors").exists() else None
-        attacking.check(folder, self.captures)
+        attacking.check(folder, self.captures, config.visible or ())
         for capture in self.captures if self.pool is not None else ():
             self.vault.truth(capture)
 
@@ -515,14 +518,14 @@ class AttackSession:
             "adversary": self.config.adversary,
             "knowledge": self.config.knowledge,
             "seconds": tried.seconds,
-            "reason": tried.reason,
+            "reason": "; ".join(filter(None, (tried.reason, _seen(self.config)))),
             "status": result.status if result else "not-applicable",
         } | {k: header[k] for k in ("kind", "round", "client", "victim", "batch", "steps")}
         if result is not None:
             row |= {k: getattr(result, k) for k in ("labels", "hidden", "iterations", "restarts", "objective")}
         if self.pool is None:
             return (
-                row | {"reason": row["reason"] or "not scored: the run has no vault"},
+                row | {"reason": "; ".join(filter(None, (row["reason"], "not scored: the run has no vault")))},
                 None,
                 self._picture(result, None),
             )
@@ -538,7 +541,7 @@ class AttackSession:
         valid, why = results.validity(truth.replay_residual)
         row |= {k: v for k, v in scored.row().items() if k in results.COLUMNS}
         row |= {"dataset_index": " ".join(map(str, truth.dataset_index.tolist())), "attack_valid": valid}
-        row["reason"] = "; ".join(filter(None, (tried.reason, why)))
+        row["reason"] = "; ".join(filter(None, (row["reason"], why)))
         if scored.nonfinite:
             row["status"] = "nonfinite"
         return row, scored, self._picture(result, truth)
@@ -548,6 +551,7 @@ class AttackSession:
 
     def _id(self, name: str, made: Attack[Any]) -> str:
         facts = [made.cfg.model_dump(), self.config.adversary, self.config.knowledge, self.config.seed, self.captures]
+        facts += [self.config.visible] if self.config.visible else []
         return f"{name}-{hashlib.sha256(to_json(facts).encode()).hexdigest()[:8]}"
 
     def _meta(self, name: str, made: Attack[Any], id: str, started: str, seconds: float, state: str) -> dict[str, Any]:
@@ -570,6 +574,7 @@ def _attack_facts(
             "knowledge": threat.knowledge,
             "knows": [k.value for k in Knows if k in threat.knows],
         },
+        "visible": config.visible,
         "seed": config.seed,
         "lpips": {"name": perceptual.name, "status": perceptual.status, "remedy": perceptual.remedy},
         "started": started,
@@ -577,6 +582,11 @@ def _attack_facts(
         "seconds": seconds,
         "versions": manifest.versions(),
     }
+
+
+def _seen(config: AttackConfig) -> str:
+    """Return what a row says of a limited view of the upload."""
+    return f"visible alone: {', '.join(config.visible)}" if config.visible else ""
 
 
 def _pictures(spec: InputSpec, x: Tensor, truth: Truth | None) -> Tensor:

@@ -29,6 +29,10 @@ def attack(
         str | None,
         typer.Option(help="Private items: auto, guess, joint, cotangent, log or oracle. [default: the attack's]"),
     ] = None,
+    visible: Annotated[
+        str | None,
+        typer.Option(metavar="PATTERN[,PATTERN]", help="Only these items of the upload are seen, e.g. head.*."),
+    ] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="NAME=VALUE of the attack's own settings; repeatable.")
     ] = None,
@@ -97,6 +101,7 @@ def attack(
             "adversary": adversary,
             "knowledge": knowledge,
         },
+        "visible": visible,
         **{"labels": labels, "hidden": hidden, "lpips": lpips, "seed": seed, "executor": executor, "workers": workers},
         "device": device,
     }

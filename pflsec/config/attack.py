@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from pflsec.core import registry
 from pflsec.core.attack import Attack
@@ -25,6 +25,7 @@ class AttackConfig(Config):
     knowledge: str = option(default="wire")
     labels: Literal["restore", "optimise", "known"] | None = option(default=None)
     hidden: Literal["auto", "guess", "joint", "cotangent", "log", "oracle"] | None = option(default=None)
+    visible: list[str] | None = option(default=None, about="patterns of the upload's items that are seen; none: all")
     settings: dict[str, Any] = Field(default_factory=dict)
     lpips: Literal["alex", "vgg", "squeeze", "none"] = option(default="alex")
     lpips_weights: str | None = None
@@ -32,6 +33,11 @@ class AttackConfig(Config):
     executor: Literal["auto", "serial", "processes"] = option(default="auto")
     workers: int | None = at_least(1, default=None)
     device: Literal["auto", "cpu"] = option(default="auto")
+
+    @field_validator("visible", mode="before")
+    @classmethod
+    def _patterns(cls, value: Any) -> Any:
+        return [word.strip() for word in value.split(",")] if isinstance(value, str) else value
 
     @property
     def threat(self) -> ThreatModel:

@@ -31,7 +31,7 @@ from pflsec.core.knowledge import Knows
 from pflsec.core.streams import seed_of, stream
 from pflsec.runtime.executor import one_thread
 from pflsec.runtime.folder import RunFolder
-from pflsec.runtime.replay import capture
+from pflsec.runtime.replay import capture, visible_items
 from pflsec.runtime.setup import rebuild
 from pflsec.wire.capture import Capture, Record
 from pflsec.wire.store import CaptureStore
@@ -91,12 +91,15 @@ def training_config(folder: RunFolder) -> tuple[TrainConfig, InputSpec]:
     return build(TrainConfig, values, "run", f"{folder.path.name}/run.json"), InputSpec.from_dict(data)
 
 
-def check(folder: RunFolder, captures: Sequence[str]) -> None:
-    """Read captures, so that damage shows before the work begins. Raises PflsecError naming it."""
+def check(folder: RunFolder, captures: Sequence[str], visible: Sequence[str] = ()) -> None:
+    """Read captures, so that damage shows before the work begins. Raises PflsecError naming it.
+
+    visible  patterns each of which must match an item of every upload
+    """
     config, spec = training_config(folder)
     _, algorithm = rebuild(config, spec)
     for name in captures:
-        _record(folder, name, config, spec, algorithm)
+        visible_items(_record(folder, name, config, spec, algorithm), visible)
 
 
 def _record(folder: RunFolder, name: str, config: TrainConfig, spec: InputSpec, algorithm: Algorithm[Any]) -> Record:
@@ -135,13 +138,14 @@ def reconstruct(
 ) -> tuple[Reconstruction | None, str]:
     """Return what an attack makes of a capture, with its note, or None with the reason why there is nothing.
 
-    given  makes the capture of `history`, `seed` and `labels`
+    given  makes the capture of `history`, `seed`, `labels` and `visible`
     """
     with one_thread(), torch.random.fork_rng(devices=[]):
         seed, history = seed_of(config.seed, "replay", capture_id), Knows.HISTORY in config.threat.knows
         try:
             found = attack.reconstruct(
-                given(history=history, seed=seed, labels=labels), stream(config.seed, "attack", name, capture_id)
+                given(history=history, seed=seed, labels=labels, visible=config.visible or ()),
+                stream(config.seed, "attack", name, capture_id),
             )
         except NotApplicable as reason:
             return None, str(reason)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,9 +53,9 @@ class Update:
     record: Record
     doubts: list[str]
 
-    def capture(self, seed: int, history: bool, labels: Tensor | None) -> Capture:
-        """Return what an attack is given."""
-        return replay.capture(self.algorithm, self.net, self.record, history=history, seed=seed, labels=labels)
+    def capture(self, **given: Any) -> Capture:
+        """Return what an attack is given (see replay.capture)."""
+        return replay.capture(self.algorithm, self.net, self.record, **given)
 
     def residual(self, x: Tensor, y: Tensor) -> float | None:
         """Return how far the replay of this batch is from the update, relative; None where the order of steps matters."""

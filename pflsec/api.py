@@ -28,7 +28,7 @@ from pflsec.data.datasets import Dataset, labelled_images
 from pflsec.leakage import results
 from pflsec.leakage.matching import assign
 from pflsec.leakage.perceptual import Perceptual
-from pflsec.leakage.score import VictimScore, score
+from pflsec.leakage.score import VictimScore, check_pool, score
 from pflsec.leakage.vault import Pool, Truth, Vault
 from pflsec.runtime import attacking, checkpoint, elsewhere, manifest, privacy
 from pflsec.runtime.estimate import Cost
@@ -430,9 +430,14 @@ class AttackSession:
         self.perceptual = Perceptual.find(config.lpips, weights)
         self.vault = Vault(folder.vault)
         self.pool: Pool | None = self.vault.pool() if (folder.vault / "pool.safetensors").exists() else None
-        attacking.check(folder, self.captures, config.visible or ())
-        for capture in self.captures if self.pool is not None else ():
-            self.vault.truth(capture)
+        private = attacking.check(folder, self.captures, config.visible or ())
+        if self.pool is not None:
+            self._check_vault(self.pool, private)
+
+    def _check_vault(self, pool: Pool, private: Mapping[str, torch.Size]) -> None:
+        store = CaptureStore(self.folder.captures)
+        for capture in self.captures:
+            check_pool(pool, self.vault.check(capture, self.spec, store.header(capture)["batch"], private))
 
     def run_each(self, ready: Sequence[Ready], on_victim: OnVictim) -> tuple[list[Scores], dict[str, Exception]]:
         """Run attacks one after the other; return the scores, and the failures by attack: one keeps no other from its work.

@@ -5,7 +5,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -21,7 +21,6 @@ from torch import Tensor
 from pflsec.config.attack import AttackConfig, make_attack
 from pflsec.config.train import TrainConfig
 from pflsec.core import methodfile
-from pflsec.core.algorithm import Algorithm
 from pflsec.core.attack import Attack, Reconstruction
 from pflsec.core.config import build
 from pflsec.core.errors import NotApplicable, RunError, TrainingError
@@ -29,11 +28,12 @@ from pflsec.core.inputs import InputSpec
 from pflsec.core.items import Items
 from pflsec.core.knowledge import Knows
 from pflsec.core.streams import seed_of, stream
+from pflsec.runtime import intake
 from pflsec.runtime.executor import one_thread
 from pflsec.runtime.folder import RunFolder
-from pflsec.runtime.replay import capture, visible_items
+from pflsec.runtime.replay import capture, newcomer, visible_items
 from pflsec.runtime.setup import rebuild
-from pflsec.wire.capture import Capture, Record
+from pflsec.wire.capture import Capture
 from pflsec.wire.store import CaptureStore
 
 
@@ -62,7 +62,7 @@ class Attempt:
 def selected(folder: RunFolder, config: AttackConfig) -> list[str]:
     """Return the ids of the captures that an attack's options select, sorted. Raises RunError when there are none."""
     store = CaptureStore(folder.captures)
-    places = {name: _place(name, store.header(name)) for name in store.ids()}
+    places = {name: store.place(name) for name in store.ids()}
     found = [
         name
         for name, (t, client, kind) in places.items()
@@ -91,28 +91,20 @@ def training_config(folder: RunFolder) -> tuple[TrainConfig, InputSpec]:
     return build(TrainConfig, values, "run", f"{folder.path.name}/run.json"), InputSpec.from_dict(data)
 
 
-def check(folder: RunFolder, captures: Sequence[str], visible: Sequence[str] = ()) -> None:
+def check(folder: RunFolder, captures: Sequence[str], visible: Sequence[str] = ()) -> dict[str, torch.Size]:
     """Read captures, so that damage shows before the work begins. Raises PflsecError naming it.
+
+    Returns the shapes of the private items that every client of this run has.
 
     visible  patterns each of which must match an item of every upload
     """
     config, spec = training_config(folder)
-    _, algorithm = rebuild(config, spec)
     for name in captures:
-        visible_items(_record(folder, name, config, spec, algorithm), visible)
-
-
-def _record(folder: RunFolder, name: str, config: TrainConfig, spec: InputSpec, algorithm: Algorithm[Any]) -> Record:
-    """Return a capture's record. Raises PflsecError when it is missing, damaged, or another run's."""
-    record, what = CaptureStore(folder.captures).read(name), f"capture '{name}'"
-    if record.algorithm != config.algo:
-        raise RunError(f"{what} was made by {record.algorithm}; this run trains {config.algo}.")
-    probed = record.batch, record.epochs
-    if record.input != spec or (record.kind == "probe" and probed != (config.victim_batch, config.victim_steps)):
-        raise RunError(f"{what} has other inputs, batches or steps than run '{folder.path.name}' trained with.")
-    algorithm.contract.check("down", record.down, what)
-    algorithm.contract.check("up", record.up, what)
-    return record
+        intake.check_inputs(folder, name, spec)
+    net, algorithm = rebuild(config, spec)
+    for name in captures:
+        visible_items(intake.read_record(folder, name, config, spec, algorithm), visible)
+    return {name: v.shape for name, v in newcomer(algorithm, net, torch.Generator().manual_seed(0)).items()}
 
 
 def attempt(target: Target) -> Attempt:
@@ -121,7 +113,7 @@ def attempt(target: Target) -> Attempt:
     folder = RunFolder(target.run)
     config, spec = training_config(folder)
     net, algorithm = rebuild(config, spec)
-    record = _record(folder, target.capture, config, spec, algorithm)
+    record = intake.read_record(folder, target.capture, config, spec, algorithm)
     attack = make_attack(target.attack, target.config)
     given = partial(capture, algorithm, net, record, state=target.state)
     found, reason = reconstruct(target.attack, attack, target.config, given, target.labels, record.id)
@@ -212,14 +204,6 @@ def _stop(pool: ProcessPoolExecutor) -> None:
     pool.shutdown(wait=False, cancel_futures=True)
     for process in processes:
         process.terminate()
-
-
-def _place(name: str, header: Mapping[str, Any]) -> tuple[int, int, str]:
-    """Return a capture's round, client and kind."""
-    try:
-        return int(header["round"]), int(header["client"]), str(header["kind"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise RunError(f"capture '{name}' is damaged: its header lacks or garbles {error}.") from error
 
 
 def _listed(values: Iterable[Any]) -> str:

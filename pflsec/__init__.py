@@ -11,10 +11,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pflsec.api import Run, Scores, attack, load_run, report, resume, train
+    from pflsec.api import Found, Run, Scores, attack, attack_update, load_run, report, resume, train
 
 __version__ = "0.1.0"
-__all__ = ["Run", "Scores", "__version__", "attack", "load_run", "report", "resume", "train"]
+__all__ = [
+    "Found", "Run", "Scores", "__version__", "attack", "attack_update", "load_run", "report", "resume", "train",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

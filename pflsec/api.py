@@ -1,17 +1,20 @@
 """pflsec from Python: the same as the command line, under the same option names."""
 
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pflsec.config.attack import AttackConfig, attack_names, make_attack
+from torch import nn
+
+from pflsec.config.attack import AttackConfig, make_attacks
 from pflsec.config.train import resolve, run_name
 from pflsec.core import methodfile
 from pflsec.core.config import build
-from pflsec.core.errors import PflsecError, RunError
+from pflsec.core.errors import PflsecError, PflsecWarning, RunError
 from pflsec.data.datasets import Dataset
 from pflsec.runtime import attacking, checkpoint, manifest, privacy
 from pflsec.runtime.estimate import Cost
@@ -21,7 +24,8 @@ from pflsec.runtime.folder import RunFolder
 from pflsec.runtime.pool import Processes
 from pflsec.runtime.rounds import play
 from pflsec.runtime.setup import Setup, prepare
-from pflsec.session import AttackSession, OnVictim, Scores
+from pflsec.session.run import AttackSession, OnVictim, Scores
+from pflsec.session.update import Found, UpdateSession
 
 if TYPE_CHECKING:
     import pandas
@@ -199,15 +203,42 @@ def attack(
     run      a Run, its folder or name; None: the newest
     attacks  "dlg", "dlg,ig", a list of names, or "all"
     options  as on the command line, with underscores: knowledge="oracle", restarts=2, settings={"tv": 1e-4}
-    Raises PflsecError before anything runs when the adversary lacks knowledge that was asked for.
+    Raises PflsecError before anything runs when the adversary lacks knowledge that was asked for. Of `all`, an attack that
+    this adversary cannot mount ends as not applicable. One that fails is raised once the others are done.
     """
     config = build(AttackConfig, {"executor": "serial", **options}, "attack")
     folder = RunFolder.open(run.path if isinstance(run, Run) else run, Path(runs_dir))
-    names = attack_names(attacks)
+    ready = make_attacks(attacks, config)
     session = AttackSession(folder, config)
-    ready = [(name, make_attack(name, config)) for name in names]
-    found = [session.run(name, made, on_victim) for name, made in ready]
+    found, failures = session.run_each(ready, on_victim)
+    if failures:
+        raise next(iter(failures.values()))
     return found[0] if isinstance(attacks, str) and len(found) == 1 else found
+
+
+def attack_update(
+    attack: str = "dlg",
+    *,
+    before: str | Path,
+    after: str | Path,
+    model: str | nn.Module,
+    out: str | Path,
+    truth: str | Path | None = None,
+    **options: Any,
+) -> Found:
+    """Attack an update that no run of ours has made, and write what is found to the folder `out`.
+
+    before, after  safetensors files of the model's weights, as its state_dict names them or under our names (body.*, head.*)
+    model          a registered network's name, or a module
+    truth          an .npz file with the true images and labels, for scoring alone
+    options        of the update: shape=(1, 28, 28), classes=10, lr=0.1, mean, std, images, steps, batch_size, split,
+                   known_labels; and of the attack, as for `attack`
+    Doubts about the description are warnings. Raises PflsecError before anything is searched or written.
+    """
+    session = UpdateSession(attack, before=before, after=after, model=model, out=out, truth=truth, options=options)
+    for doubt in session.doubts:
+        warnings.warn(f"{doubt}.", PflsecWarning, stacklevel=2)
+    return session.run()
 
 
 def report(

@@ -150,6 +150,27 @@ def write_gallery(run_folder: Path, attack_id: str) -> Path:
     raise RunError(f"run '{run.name}' has no attack '{attack_id}'. It has: {known}.")
 
 
+def write_sheet(path: Path, title: str, found: np.ndarray, truth: np.ndarray | None) -> None:
+    """Write a picture of the first 16 reconstructions [B, C, H, W] in [0, 1], under the true images where there are any."""
+    count = min(len(found), MOST)
+    rows = [found] if truth is None else [truth, found]
+    wide = 1.35 + 1.12 * count
+    with style():
+        figure = Figure(figsize=(max(wide, 0.3 + 0.1 * len(title)), 0.5 + 1.5 * len(rows)))
+        grid = figure.subplots(len(rows), count, squeeze=False)
+        for axes, image in zip(grid.flat, (image for row in rows for image in row[:count]), strict=True):
+            _picture(axes, image)
+        for axes, name in zip(grid[::-1, 0], ("reconstruction", "original"), strict=False):
+            axes.set_ylabel(name, rotation=0, ha="right", va="center", labelpad=8)
+        for i, axes in enumerate(grid[-1] if truth is not None else ()):
+            axes.set_xlabel(_decibel(psnr(rows[0][i], found[i])), fontsize=8.5, labelpad=3)
+        figure.subplots_adjust(
+            left=1.3 / figure.get_figwidth(), right=0.98 * wide / figure.get_figwidth(), bottom=0.15, top=0.8
+        )
+        figure.suptitle(title, x=0.02, ha="left", fontsize=11.5)
+    write_bytes(path, encode(figure, "png"))
+
+
 def tradeoff(runs: Sequence[RunData]) -> Figure:
     """Return mean personal accuracy of the last tested round against the median capped PSNR.
 
@@ -307,9 +328,7 @@ def _image(tensor: Any, run: RunData, what: str) -> np.ndarray:
 def _pictures(row: np.ndarray, pair: Pair, blind: np.ndarray) -> None:
     """Draw one image: original, reconstruction, blind guess."""
     for axes, image in zip(row, (pair.truth, pair.found, blind), strict=True):
-        shown = image.transpose(1, 2, 0) if image.shape[0] == 3 else image.mean(axis=0)
-        axes.imshow(np.clip(shown, 0, 1), cmap="gray", vmin=0, vmax=1, interpolation="nearest")
-        _frame(axes, "#bbbbbb", 0.8)
+        _picture(axes, image)
     if pair.status in FAILED:
         _frame(row[1], ALARM, 2.5)
 
@@ -361,6 +380,14 @@ def _heading(figure: Figure, title: str, note: str) -> None:
     figure.text(0.2 / figure.get_figwidth(), 1 - 0.12 / height, title, ha="left", va="top", fontsize=11.5)
     where = 0.2 / figure.get_figwidth(), 1 - 0.36 / height
     figure.text(*where, note, ha="left", va="top", fontsize=9, color=QUIET)
+
+
+def _picture(axes: Axes, image: np.ndarray) -> None:
+    """Draw one image [C, H, W] in [0, 1]."""
+    grey = image.shape[0] != 3
+    shown = image.mean(axis=0) if grey else image.transpose(1, 2, 0)
+    axes.imshow(np.clip(shown, 0, 1), cmap="gray", vmin=0, vmax=1, interpolation="nearest")
+    _frame(axes, "#bbbbbb", 0.8)
 
 
 def _decibel(value: float) -> str:

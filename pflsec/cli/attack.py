@@ -29,6 +29,10 @@ def attack(
         str | None,
         typer.Option(help="Private items: auto, guess, joint, cotangent, log or oracle. [default: the attack's]"),
     ] = None,
+    visible: Annotated[
+        str | None,
+        typer.Option(metavar="PATTERN[,PATTERN]", help="Only these items of the upload are seen, e.g. head.*."),
+    ] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="NAME=VALUE of the attack's own settings; repeatable.")
     ] = None,
@@ -41,10 +45,29 @@ def attack(
     executor: Annotated[str, typer.Option(help="auto, serial or processes: victims at once.")] = "auto",
     workers: Annotated[int | None, typer.Option(help="Worker processes. [default: one per core]")] = None,
     device: Annotated[str, typer.Option(help="auto or cpu.")] = "auto",
+    before: Annotated[
+        Path | None, typer.Option(help="No run: safetensors file of the weights the client began with.")
+    ] = None,
+    after: Annotated[Path | None, typer.Option(help="The weights it ended with.")] = None,
+    model: Annotated[str | None, typer.Option(help="Their network; see: pflsec list models.")] = None,
+    split: Annotated[str | None, typer.Option(help="Layer with which its head begins. [default: the last]")] = None,
+    shape: Annotated[str | None, typer.Option(help="Channels, height, width: 1,28,28.")] = None,
+    classes: Annotated[int | None, typer.Option(help="Number of classes.")] = None,
+    lr: Annotated[float | None, typer.Option(help="The client's learning rate.")] = None,
+    mean: Annotated[
+        str | None, typer.Option(help="Mean of the inputs' normalisation, 0.5 or a,b,c. [default: 0]")
+    ] = None,
+    std: Annotated[str | None, typer.Option(help="Its standard deviation. [default: 1]")] = None,
+    images: Annotated[int | None, typer.Option(help="Images behind the update. [default: 1]")] = None,
+    steps: Annotated[int | None, typer.Option(help="The client's local steps. [default: 1]")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Images in a step. [default: all]")] = None,
+    known_labels: Annotated[str | None, typer.Option(help="Their labels, 3,1; with --knowledge wire+labels.")] = None,
+    truth: Annotated[Path | None, typer.Option(help=".npz with images and labels, to score with.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for what is found.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, say what would be attacked, and stop.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the scores as JSON on stdout.")] = False,
 ) -> None:
-    """Attack what a run's captures show, and score what is rebuilt.
+    """Attack what a run's captures show, and score what is rebuilt; or, with --before, an update from elsewhere.
 
     Examples:
 
@@ -53,13 +76,22 @@ def attack(
       pflsec attack dlg,ig my-run --restarts 2
 
       pflsec attack ig my-run --knowledge oracle --rounds 0
+
+      pflsec attack ig --before a.safetensors --after b.safetensors --model mlp --shape 1,28,28 --classes 10 --lr 0.1 --out found
     """
     from pflsec import api
-    from pflsec.config.attack import AttackConfig, attack_names, make_attack
+    from pflsec.config.attack import AttackConfig, make_attacks
     from pflsec.config.train import parse_assignments, split_assignments
     from pflsec.core.config import build
     from pflsec.runtime.folder import RunFolder
 
+    described = {
+        "before": before, "after": after, "model": model, "out": out, "truth": truth, "split": split,
+        "shape": _numbers(shape, "--shape"), "classes": classes, "lr": lr, "mean": _decimals(mean, "--mean"),
+        "std": _decimals(std, "--std"), "images": images, "steps": steps, "batch_size": batch_size,
+        "known_labels": _numbers(known_labels, "--known-labels"),
+    }  # fmt: skip
+    described = {name: value for name, value in described.items() if value is not None}
     options = {
         "rounds": _numbers(rounds, "--rounds"),
         "clients": _numbers(clients, "--clients"),
@@ -72,40 +104,97 @@ def attack(
             "adversary": adversary,
             "knowledge": knowledge,
         },
+        "visible": visible,
         **{"labels": labels, "hidden": hidden, "lpips": lpips, "seed": seed, "executor": executor, "workers": workers},
         "controls": controls,
         "device": device,
     }
+    if described:
+        selecting = {"run": run, "rounds": rounds, "clients": clients, "kind": None if kind == "probe" else kind}
+        _attack_update(attacks, described, options, [k for k, v in selecting.items() if v is not None], dry_run, json)
+        return
     config = build(AttackConfig, options, "attack")
-    names = attack_names(attacks)
-    ready = [(name, make_attack(name, config)) for name in names]
+    ready = make_attacks(attacks, config)
+    names = [one.name for one in ready]
     session = api.AttackSession(RunFolder.open(run, runs_dir), config)
     say(f"{', '.join(names)} on run {session.folder.path.name}: {len(session.captures)} victims each")
+    for one in ready:
+        if one.refused:
+            say(f"note: {one.name} does not apply: {one.refused}")
     if session.perceptual.status not in ("ok", "off"):
         say(f"note: LPIPS is not available ({session.perceptual.status}). {session.perceptual.remedy}")
     if dry_run:
         if json:
             print_json({"attacks": names, "captures": session.captures})
         return
-    scores = []
     each = len(session.captures) + (2 if session.controlled else 0)
     with progress(len(names) * each, "victim") as bar:
-        for number, (name, made) in enumerate(ready, start=1):
-            scores.append(
-                session.run(
-                    name,
-                    made,
-                    lambda *seen: bar.advance(_note(seen[0], seen[3])),
-                    lambda name, row: bar.advance(_note(f"{name}, {row['control']} control", row)),
-                )
-            )
-            bar.advance(f"{name}: done", number * each)
+        scores, failures = session.run_each(
+            ready,
+            lambda *seen: bar.advance(_note(seen[0], seen[3])),
+            lambda name, row: bar.advance(_note(f"{name}, {row['control']} control", row)),
+        )
+    for name, error in failures.items():
+        say(f"{name} failed: {_first_line(error)}")
     if json:
         print_json([{"path": str(s.path), "scores": _records(s)} for s in scores])
+    elif scores:
+        _print_headline(session.folder.path, scores)
+        _print_summary(scores)
+        say(f"results in {session.folder.attacks}; make the page with: pflsec report {session.folder.path.name}")
+    for error in failures.values():
+        raise error
+
+
+def _attack_update(
+    attack_name: str,
+    described: dict[str, Any],
+    options: dict[str, Any],
+    selecting: list[str],
+    dry_run: bool,
+    json: bool,
+) -> None:
+    from pflsec import api
+
+    needed = ("before", "after", "model", "shape", "classes", "lr", "out")
+    missing = ", ".join(f"--{name}" for name in needed if name not in described)
+    if missing:
+        given = ", ".join(f"--{name.replace('_', '-')}" for name in described)
+        raise ConfigError(f"{given} describe an update from elsewhere, which needs {missing} as well.")
+    if selecting:
+        flag = "a run" if selecting[0] == "run" else f"--{selecting[0]}"
+        raise ConfigError(f"an update from elsewhere is attacked without {flag}.")
+    rest = {k: v for k, v in options.items() if k not in ("rounds", "clients", "kind")}
+    where = {k: described.pop(k) for k in ("before", "after", "model", "out", "truth") if k in described}
+    session = api.UpdateSession(attack_name, **where, options=described | rest)
+    for doubt in session.doubts:
+        say(f"warning: {doubt}.")
+    if dry_run:
+        if json:
+            print_json({"attack": session.name, "doubts": session.doubts})
         return
-    _print_headline(session.folder.path, scores)
-    _print_summary(scores)
-    say(f"results in {session.folder.attacks}; make the page with: pflsec report {session.folder.path.name}")
+    size = session.update.record
+    say(f"{session.name} on {where['after']}: images {size.batch}, local steps {size.steps}")
+    found = session.run()
+    labels = None if found.labels is None else found.labels.tolist()
+    if json:
+        facts = {"path": str(found.path), "objective": found.objective, "status": found.status, "labels": labels}
+        print_json(facts | {"doubts": found.doubts, "scores": found.scores})
+        return
+    scores = found.scores or {}
+    cells = [session.name, found.status, f"{found.objective:.3g}", " ".join(map(str, labels or []))]
+    cells += [number(scores.get(name)) for name in ("psnr_capped", "ssim")]
+    print_table("", ["attack", "status", "objective", "labels", "PSNR dB", "SSIM"], [cells])
+    say(f"results in {found.path}" + ("" if scores else "; nothing to score them with: see --truth"))
+
+
+def _decimals(text: str | None, flag: str) -> list[float] | None:
+    if text is None:
+        return None
+    try:
+        return [float(word) for word in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"{flag} is '{text}'; use a number, or one for each channel with commas between.") from None
 
 
 def _numbers(text: str | None, flag: str) -> list[int] | None:
@@ -119,6 +208,10 @@ def _numbers(text: str | None, flag: str) -> list[int] | None:
             raise ConfigError(f"{flag} has '{word}', which is no number >= 0; use numbers, such as 0,9.")
         numbers.append(found)
     return numbers
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0] or type(error).__name__
 
 
 def _note(name: str, row: Any) -> str:

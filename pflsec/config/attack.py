@@ -1,14 +1,15 @@
 """The configuration of an attack on a run."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal, get_args, get_origin
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from pflsec.core import registry
 from pflsec.core.attack import Attack
 from pflsec.core.config import Config, at_least, build, option
-from pflsec.core.errors import ConfigError
+from pflsec.core.errors import ConfigError, KnowledgeError, did_you_mean
 from pflsec.core.knowledge import Knows, ThreatModel
 
 
@@ -24,6 +25,7 @@ class AttackConfig(Config):
     knowledge: str = option(default="wire")
     labels: Literal["restore", "optimise", "known"] | None = option(default=None)
     hidden: Literal["auto", "guess", "joint", "cotangent", "log", "oracle"] | None = option(default=None)
+    visible: list[str] | None = option(default=None, about="patterns of the upload's items that are seen; none: all")
     settings: dict[str, Any] = Field(default_factory=dict)
     controls: bool = option(default=True)
     lpips: Literal["alex", "vgg", "squeeze", "none"] = option(default="alex")
@@ -33,10 +35,28 @@ class AttackConfig(Config):
     workers: int | None = at_least(1, default=None)
     device: Literal["auto", "cpu"] = option(default="auto")
 
+    @field_validator("visible", mode="before")
+    @classmethod
+    def _patterns(cls, value: Any) -> Any:
+        return [word.strip() for word in value.split(",")] if isinstance(value, str) else value
+
     @property
     def threat(self) -> ThreatModel:
         """Who attacks, knowing what."""
         return ThreatModel(self.adversary, self.knowledge)
+
+
+OWN = ("iterations", "restarts", "labels", "hidden")
+"""Options that an attack may have or not: they go to its settings of the same name."""
+
+
+@dataclass(frozen=True)
+class Ready:
+    """An attack with its settings, and why this adversary cannot mount it ("" where it can)."""
+
+    name: str
+    attack: Attack[Any]
+    refused: str = ""
 
 
 def attack_names(text: str | Sequence[str]) -> list[str]:
@@ -47,27 +67,88 @@ def attack_names(text: str | Sequence[str]) -> list[str]:
     return list(dict.fromkeys(registry.find("attacks", word.strip()) for word in words))
 
 
+def make_attacks(text: str | Sequence[str], config: AttackConfig) -> list[Ready]:
+    """Return the attacks of 'dlg,ig', a list of names, or 'all'.
+
+    An attack that is named must have every option, and all that it needs must be known. Of `all`, each takes the options
+    that it has, and one that needs more than is known says so; an option that none has, or no attack at all, is an error.
+    """
+    names = attack_names(text)
+    if text not in ("all", ["all"]):
+        return [Ready(name, make_attack(name, config)) for name in names]
+    _check_somebody_has(names, config)
+    ready, refusals = [], []
+    for name in names:
+        attack, refused = _built(name, narrowed(name, config)), ""
+        try:
+            _check_knowledge(attack, config)
+        except KnowledgeError as refusal:
+            refused = str(refusal)
+            refusals.append(refusal)
+        ready.append(Ready(name, attack, refused))
+    if len(refusals) == len(names):
+        raise refusals[0]
+    return ready
+
+
+def narrowed(name: str, config: AttackConfig) -> AttackConfig:
+    """Return the options without those that the attack does not have."""
+    fields = registry.load("attacks", name).Config.model_fields
+    asked = {k: v for k in OWN if (v := getattr(config, k)) is not None}
+    settings = {k: v for k, v in config.settings.items() if k in fields}
+    lacking = {k: None for k, v in asked.items() if not _has(fields, k, v)}
+    return config.model_copy(update={**lacking, "settings": settings})
+
+
 def make_attack(name: str, config: AttackConfig) -> Attack[Any]:
     """Return an attack with its settings, after checking that the adversary may know what it needs.
 
     Where knowledge grants labels or private items and nothing else was asked for, they are used.
     Raises ConfigError for settings the attack does not have, KnowledgeError for knowledge that is not granted.
     """
+    attack = _built(name, config)
+    _check_knowledge(attack, config)
+    return attack
+
+
+def _built(name: str, config: AttackConfig) -> Attack[Any]:
     kind = registry.load("attacks", name)
-    asked = {k: getattr(config, k) for k in ("iterations", "restarts", "labels", "hidden")}
-    values: dict[str, Any] = {k: v for k, v in asked.items() if v is not None}
+    values: dict[str, Any] = {k: v for k in OWN if (v := getattr(config, k)) is not None}
     for option_name in values:
         if option_name not in kind.Config.model_fields:
             raise ConfigError(f"attack {name} has no --{option_name}.")
         if option_name in config.settings:
             raise ConfigError(f"{option_name} is given twice: as --{option_name} and among the settings (--set).")
     values = {**_granted(kind.Config.model_fields, config.threat.knows), **values, **config.settings}
-    attack = kind(build(kind.Config, values, f"attack {name}"))
+    return kind(build(kind.Config, values, f"attack {name}"))
+
+
+def _check_knowledge(attack: Attack[Any], config: AttackConfig) -> None:
     for what, needs in attack.requirements().items():
         config.threat.require(needs, what)
-    return attack
+
+
+def _check_somebody_has(names: Sequence[str], config: AttackConfig) -> None:
+    """Raise ConfigError for an option or a setting that no attack has."""
+    every = [registry.load("attacks", name).Config.model_fields for name in names]
+    for option_name in OWN:
+        value = getattr(config, option_name)
+        if value is not None and not any(_has(fields, option_name, value) for fields in every):
+            raise ConfigError(f"no attack has --{option_name} {value}.")
+    known = {name for fields in every for name in fields}
+    for setting in config.settings:
+        if setting not in known:
+            raise ConfigError(f"no attack has a setting '{setting}'{did_you_mean(setting, known)}")
+
+
+def _has(fields: Mapping[str, Any], name: str, value: Any) -> bool:
+    """Return whether an attack with these fields has an option, and, where it is a choice, this value of it."""
+    if name not in fields:
+        return False
+    kind = fields[name].annotation
+    return get_origin(kind) is not Literal or value in get_args(kind)
 
 
 def _granted(fields: Mapping[str, Any], knows: frozenset[Knows]) -> dict[str, Any]:
     use = {("labels", "known"): Knows.LABELS, ("hidden", "oracle"): Knows.PRIVATE}
-    return {name: value for (name, value), flag in use.items() if flag in knows and name in fields}
+    return {name: value for (name, value), flag in use.items() if flag in knows and _has(fields, name, value)}

@@ -96,6 +96,10 @@ class TrainConfig(Config):
         self.captured_clients()
         return self
 
+    def rate(self, t: int) -> float:
+        """Return the learning rate of round t."""
+        return self.lr * self.lr_decay**t
+
     def captured_rounds(self) -> list[int]:
         """Return the rounds at whose start probes are taken."""
         if self.capture_rounds == "none":

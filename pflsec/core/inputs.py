@@ -10,6 +10,9 @@ from torch import Tensor
 
 from pflsec.core.errors import RunError
 
+LARGEST = 2**16
+"""No side of an image, and no number of classes or channels, is larger."""
+
 
 @dataclass(frozen=True)
 class InputSpec:
@@ -41,12 +44,13 @@ class InputSpec:
     def from_dict(values: Mapping[str, Any]) -> "InputSpec":
         """Return the spec from its plain form. Raises RunError when that is damaged."""
         try:
-            channels, height, width = (int(n) for n in values["shape"])
-            mean, std = (tuple(float(v) for v in values[name]) for name in ("mean", "std"))
-            spec = InputSpec((channels, height, width), int(values["classes"]), mean, std)
+            channels, height, width = (_number(n, int) for n in values["shape"])
+            mean, std = (tuple(float(_number(v, int, float)) for v in values[name]) for name in ("mean", "std"))
+            spec = InputSpec((channels, height, width), _number(values["classes"], int), mean, std)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise RunError(f"the description of the inputs is damaged: {error!r}.") from error
-        sizes = len(mean) == len(std) == channels and min(spec.shape) >= 1 and spec.classes >= 2
+        sizes = len(mean) == len(std) == channels and min(spec.shape) >= 1 and 2 <= spec.classes <= LARGEST
+        sizes = sizes and max(spec.shape) <= LARGEST
         if not sizes or not all(map(isfinite, mean)) or not all(0 < s < inf for s in std):
             raise RunError(f"the description of the inputs is damaged: {spec}.")
         return spec
@@ -54,3 +58,9 @@ class InputSpec:
     @staticmethod
     def _column(values: tuple[float, ...], like: Tensor) -> Tensor:
         return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None, None]
+
+
+def _number(value: Any, *kinds: type) -> Any:
+    if type(value) not in kinds:  # true is no number
+        raise TypeError(f"{value!r} is no number")
+    return value

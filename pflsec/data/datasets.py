@@ -264,6 +264,19 @@ def npz(path: str) -> Dataset:
     return _assemble(file.stem, str(file), **arrays)
 
 
+def labelled_images(file: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Return the arrays of an .npz file: images float32 [N, C, H, W] in [0, 1] and labels int64 [N], of any classes.
+
+    The layouts are those of `npz`. Raises DataError when the file, or what it holds, is not usable.
+    """
+    arrays = _read(file)
+    images = _pictures(file.stem, arrays["images"])
+    labels = _integers(file.stem, "labels", arrays["labels"])
+    _check_images(file.stem, images)
+    _check_vector(file.stem, "labels", labels, len(images), np.int64)
+    return images.astype(np.float32) / 255 if images.dtype == np.uint8 else images, labels
+
+
 def _read(file: Path) -> dict[str, np.ndarray]:
     """Return the known arrays of an untrusted .npz file: no pickles, and every failure is one DataError."""
     if not file.is_file():

@@ -112,7 +112,7 @@ def score(
     """
     target = to_pixels(truth.x.double()).clamp(0, 1)
     labels = None if rec_y is None else [int(label) for label in rec_y]
-    _check_pool(pool, truth, target)
+    check_pool(pool, truth)
     case = _Case(truth, target, pool, perceptual)
     if rec_x is None:
         return _batch([_image(case, i, None, False, None) for i in range(len(target))], labels, None)
@@ -138,9 +138,10 @@ class _Case:
     perceptual: Perceptual
 
 
-def _check_pool(pool: Pool, truth: Truth, target: Tensor) -> None:
-    if pool.images.shape[1:] != target.shape[1:]:
-        sizes = f"{list(pool.images.shape[1:])}, the victim's {list(target.shape[1:])}"
+def check_pool(pool: Pool, truth: Truth) -> None:
+    """Raise RunError unless the victim's images are among the candidates."""
+    if pool.images.shape[1:] != truth.x.shape[1:]:
+        sizes = f"{list(pool.images.shape[1:])}, the victim's {list(truth.x.shape[1:])}"
         raise RunError(f"the vault is damaged: the pool's images are {sizes}. Train again with captures.")
     lacking = set(truth.dataset_index.tolist()) - set(pool.dataset_index.tolist())
     if lacking:  # the victim could never be identified, which would read as privacy

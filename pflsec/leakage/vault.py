@@ -1,5 +1,6 @@
 """The vault's reader: the victims' true data and the pool of candidates. Nothing else opens the vault."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ from torch import Tensor
 
 from pflsec.core.errors import RunError
 from pflsec.core.files import read_json, safe_name
-from pflsec.core.items import Items, without_prefix
+from pflsec.core.inputs import InputSpec
+from pflsec.core.items import Items, first_nonfinite, without_prefix
 from pflsec.core.tensors import read_items
 
 RANGE_SLACK = 1e-4  # de-normalising in float32 misses 0 and 1 by about 1e-7; a wrong scale misses by far more
@@ -56,6 +58,25 @@ class Vault:
         facts = self.folder / f"{name}.json"
         residual = _residual(read_json(facts, f"the replay check of capture {name}"), facts)
         return Truth(x, y, index, without_prefix("state", items), residual)
+
+    def check(self, capture_id: str, spec: InputSpec, batch: int, private: Mapping[str, torch.Size]) -> Truth:
+        """Return one capture's victim batch; RunError unless it is one of the run's.
+
+        spec, batch  the network's inputs, and the number of images      private  shapes of the client's private items
+        """
+        truth, path = self.truth(capture_id), self.folder / f"{capture_id}.safetensors"
+        if truth.x.shape != (batch, *spec.shape):
+            raise _damaged(path, f"'x' is {list(truth.x.shape)}; the capture is of {[batch, *spec.shape]}")
+        if not bool(((truth.y >= 0) & (truth.y < spec.classes)).all()):
+            raise _damaged(path, f"'y' holds {truth.y.tolist()}; labels lie in 0 to {spec.classes - 1}")
+        if {k: v.shape for k, v in truth.state.items()} != private:
+            odd = sorted(
+                k for k in {*truth.state, *private} if k not in truth.state or private.get(k) != truth.state[k].shape
+            )
+            raise _damaged(path, f"the client's private items are not those of the method (first: '{odd[0]}')")
+        if bad := first_nonfinite(truth.state):
+            raise _damaged(path, f"'state.{bad}' holds a NaN or an infinity")
+        return truth
 
     def pool(self) -> Pool:
         """Return the identification pool, clamped to [0, 1]; RunError if missing or damaged."""
@@ -107,6 +128,6 @@ def _residual(facts: Any, path: Path) -> float | None:
         value = facts.get("replay_residual")
         if value is None:
             return None
-        if isinstance(value, int | float) and not isinstance(value, bool):
+        if isinstance(value, int | float) and not isinstance(value, bool) and not value < 0:
             return float(value)
     raise _damaged(path, "replay_residual must be a number or null in a JSON object")

@@ -58,6 +58,9 @@ class Network:
         self.norms = frozenset(name for name, owner, _, _ in held if isinstance(owner, BatchNorm))
         self.sample_norms = frozenset(name for name, owner, _, _ in held if isinstance(owner, SAMPLE_NORMS))
         self.buffers = frozenset(name for name, owner, slots, _ in held if slots is owner._buffers)
+        items = {id(slots[key]): name for name, _, slots, key in held}
+        self.names: Mapping[str, str] = {path: items[id(v)] for path, v in _values_in(module) if id(v) in items}
+        """Item of every parameter and buffer by the module's own name for it, as in its state_dict."""
         self._check(module)
 
     def features(self, items: Mapping[str, Tensor], x: Tensor) -> Tensor:

@@ -5,11 +5,12 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -20,20 +21,20 @@ from torch import Tensor
 from pflsec.config.attack import AttackConfig, make_attack
 from pflsec.config.train import TrainConfig
 from pflsec.core import methodfile
-from pflsec.core.algorithm import Algorithm
-from pflsec.core.attack import Reconstruction
+from pflsec.core.attack import Attack, Reconstruction
 from pflsec.core.config import build
 from pflsec.core.errors import Inconclusive, NotApplicable, RunError, TrainingError
 from pflsec.core.inputs import InputSpec
 from pflsec.core.items import Items
 from pflsec.core.knowledge import Knows
 from pflsec.core.streams import seed_of, stream
+from pflsec.runtime import intake
 from pflsec.runtime.controls import Control
 from pflsec.runtime.executor import one_thread
 from pflsec.runtime.folder import RunFolder
-from pflsec.runtime.replay import capture, conclusive, rounding
+from pflsec.runtime.replay import capture, conclusive, newcomer, rounding, visible_items
 from pflsec.runtime.setup import rebuild
-from pflsec.wire.capture import Record
+from pflsec.wire.capture import Capture
 from pflsec.wire.store import CaptureStore
 
 
@@ -69,7 +70,7 @@ class Attempt:
 def selected(folder: RunFolder, config: AttackConfig) -> list[str]:
     """Return the ids of the captures that an attack's options select, sorted. Raises RunError when there are none."""
     store = CaptureStore(folder.captures)
-    places = {name: _place(name, store.header(name)) for name in store.ids()}
+    places = {name: store.place(name) for name in store.ids()}
     found = [
         name
         for name, (t, client, kind) in places.items()
@@ -98,25 +99,20 @@ def training_config(folder: RunFolder) -> tuple[TrainConfig, InputSpec]:
     return build(TrainConfig, values, "run", f"{folder.path.name}/run.json"), InputSpec.from_dict(data)
 
 
-def check(folder: RunFolder, captures: Sequence[str]) -> None:
-    """Read captures, so that damage shows before the work begins. Raises PflsecError naming it."""
+def check(folder: RunFolder, captures: Sequence[str], visible: Sequence[str] = ()) -> dict[str, torch.Size]:
+    """Read captures, so that damage shows before the work begins. Raises PflsecError naming it.
+
+    Returns the shapes of the private items that every client of this run has.
+
+    visible  patterns each of which must match an item of every upload
+    """
     config, spec = training_config(folder)
-    _, algorithm = rebuild(config, spec)
     for name in captures:
-        _record(folder, name, config, spec, algorithm)
-
-
-def _record(folder: RunFolder, name: str, config: TrainConfig, spec: InputSpec, algorithm: Algorithm[Any]) -> Record:
-    """Return a capture's record. Raises PflsecError when it is missing, damaged, or another run's."""
-    record, what = CaptureStore(folder.captures).read(name), f"capture '{name}'"
-    if record.algorithm != config.algo:
-        raise RunError(f"{what} was made by {record.algorithm}; this run trains {config.algo}.")
-    probed = record.batch, record.epochs
-    if record.input != spec or (record.kind == "probe" and probed != (config.victim_batch, config.victim_steps)):
-        raise RunError(f"{what} has other inputs, batches or steps than run '{folder.path.name}' trained with.")
-    algorithm.contract.check("down", record.down, what)
-    algorithm.contract.check("up", record.up, what)
-    return record
+        intake.check_inputs(folder, name, spec)
+    net, algorithm = rebuild(config, spec)
+    for name in captures:
+        visible_items(intake.read_record(folder, name, config, spec, algorithm), visible)
+    return {name: v.shape for name, v in newcomer(algorithm, net, torch.Generator().manual_seed(0)).items()}
 
 
 def attempt(target: Target) -> Attempt:
@@ -127,29 +123,36 @@ def attempt(target: Target) -> Attempt:
     folder = RunFolder(target.run)
     config, spec = training_config(folder)
     net, algorithm = rebuild(config, spec)
-    record = _record(folder, target.capture, config, spec, algorithm)
+    record = intake.read_record(folder, target.capture, config, spec, algorithm)
     if target.control is not None:
         algorithm, record = target.control.instead(algorithm, net, record)
-    history = Knows.HISTORY in target.config.threat.knows
     attack = make_attack(target.attack, target.config)
-    seed = target.config.seed
-    with one_thread(), torch.random.fork_rng(devices=[]):
-        cap = capture(
-            algorithm,
-            net,
-            record,
-            history=history,
-            seed=seed_of(seed, "replay", record.id),
-            labels=target.labels,
-            state=target.state,
-        )
-        try:
-            conclusive(rounding(algorithm, net, record, history=history), record.lr)
-            found = attack.reconstruct(cap, stream(seed, "attack", target.attack, record.id))
-        except NotApplicable as reason:
-            seconds, nothing = time.perf_counter() - began, isinstance(reason, Inconclusive)
-            return Attempt(target.capture, None, str(reason), seconds, inconclusive=nothing)
+    given = partial(capture, algorithm, net, record, state=target.state)
+    try:
+        conclusive(rounding(algorithm, net, record, history=Knows.HISTORY in target.config.threat.knows), record.lr)
+        found = reconstruct(target.attack, attack, target.config, given, target.labels, record.id)
+    except NotApplicable as reason:
+        seconds, nothing = time.perf_counter() - began, isinstance(reason, Inconclusive)
+        return Attempt(target.capture, None, str(reason), seconds, inconclusive=nothing)
     return Attempt(target.capture, found, found.note, time.perf_counter() - began)
+
+
+def reconstruct(
+    name: str,
+    attack: Attack[Any],
+    config: AttackConfig,
+    given: Callable[..., Capture],
+    labels: Tensor | None,
+    capture_id: str = "update",
+) -> Reconstruction:
+    """Return what an attack makes of a capture. Raises NotApplicable with the reason where there is nothing to work on.
+
+    given  makes the capture of `history`, `seed`, `labels` and `visible`
+    """
+    with one_thread(), torch.random.fork_rng(devices=[]):
+        seed, history = seed_of(config.seed, "replay", capture_id), Knows.HISTORY in config.threat.knows
+        cap = given(history=history, seed=seed, labels=labels, visible=config.visible or ())
+        return attack.reconstruct(cap, stream(config.seed, "attack", name, capture_id))
 
 
 def attempts(targets: Sequence[Target], executor: str, workers: int | None) -> Iterator[Attempt]:
@@ -212,14 +215,6 @@ def _stop(pool: ProcessPoolExecutor) -> None:
     pool.shutdown(wait=False, cancel_futures=True)
     for process in processes:
         process.terminate()
-
-
-def _place(name: str, header: Mapping[str, Any]) -> tuple[int, int, str]:
-    """Return a capture's round, client and kind."""
-    try:
-        return int(header["round"]), int(header["client"]), str(header["kind"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise RunError(f"capture '{name}' is damaged: its header lacks or garbles {error}.") from error
 
 
 def _listed(values: Iterable[Any]) -> str:

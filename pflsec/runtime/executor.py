@@ -115,7 +115,7 @@ Task = Job | Trial
 
 def learning_rate(setup: Setup, t: int) -> float:
     """Return the learning rate of a round: a function of the round alone, the same for every participant."""
-    return setup.config.lr * setup.config.lr_decay**t
+    return setup.config.rate(t)
 
 
 def context(setup: Setup, t: int, client: int, guard: Guard | None = None) -> LocalWork:

@@ -24,7 +24,7 @@ from pflsec.runtime.privacy import Ledger
 from pflsec.runtime.replay import local_work, residual
 from pflsec.runtime.setup import Setup
 from pflsec.training.local import Training, for_method
-from pflsec.wire.capture import MOST_STEPS, Record
+from pflsec.wire.capture import MOST_STEPS, Record, capture_id
 from pflsec.wire.store import CaptureStore
 
 
@@ -116,7 +116,7 @@ class Recorder:
         revealed = public or setup.algorithm.reconstruct_state(memory) is not None
         epochs = setup.config.victim_steps if kind == "probe" else setup.config.local_epochs
         return Record(
-            id=f"r{now.t:03d}-c{client:02d}-v{victim}-{kind}",
+            id=capture_id(now.t, client, victim, kind),
             algorithm=setup.config.algo,
             round=now.t,
             client=client,

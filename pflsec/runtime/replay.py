@@ -1,6 +1,8 @@
 """Replays: the client's own code on a guessed batch, differentiable, for attacks and for checking captures."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -8,7 +10,7 @@ from torch import Tensor
 
 from pflsec.core.algorithm import Algorithm
 from pflsec.core.contract import kind_of
-from pflsec.core.errors import Inconclusive, NotApplicable
+from pflsec.core.errors import ConfigError, Inconclusive, NotApplicable
 from pflsec.core.items import Items, cast, detached, floating, select
 from pflsec.models.network import Network
 from pflsec.training.local import Driver, LocalWork, Unrolled
@@ -121,17 +123,19 @@ def capture(
     seed: int,
     labels: Tensor | None = None,
     state: Items | None = None,
+    visible: Sequence[str] = (),
 ) -> Capture:
     """Return what an attack is given: the record, what the threat model grants, and the replay.
 
     history  the adversary has the client's earlier messages
     labels, state  the truth, where granted
+    visible  patterns of the upload's items that it sees, here and, so that it knows of no earlier upload in full, ever
     """
-    known = _known_state(algorithm, net, record, history)
+    known = _known_state(algorithm, net, record, history and not visible)
     reference = _example(algorithm, net) | (known or {})
     state_seen, down, up = (cast(items, torch.float64) for items in (reference, record.down, record.up))
     replay = Replay(algorithm, net, record, seed, reference)
-    return Capture(
+    whole = Capture(
         record=record,
         target=detached(algorithm.change(state_seen, down, up, record.lr, record.steps)),
         known=known,
@@ -145,6 +149,51 @@ def capture(
         newcomer_fn=lambda rng: newcomer(algorithm, net, rng),
         pullback_fn=replay.pullback,
     )
+    if not visible:
+        return whole
+    seen = visible_items(record, visible)
+    return _limited(whole, seen, _follows_from(seen, algorithm, record, state_seen, down, up))
+
+
+def visible_items(record: Record, patterns: Sequence[str]) -> set[str]:
+    """Return the names of the upload's items that match a pattern. Raises ConfigError for one that matches none."""
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in record.up):
+            raise ConfigError(
+                f"visible: '{pattern}' matches no item of the upload in capture '{record.id}'. Its items: {', '.join(record.up)}."
+            )
+    return {name for name in record.up if any(fnmatchcase(name, pattern) for pattern in patterns)}
+
+
+def _limited(cap: Capture, seen: set[str], left: set[str]) -> Capture:
+    """Return a capture of which only these items of the upload are left, and these of what it says about the data."""
+    record = cap.record
+    memory = record.memory if record.personal_equals_public else {}
+    return replace(
+        cap,
+        record=replace(record, up={k: v for k, v in record.up.items() if k in seen}, memory=memory),
+        target={k: v for k, v in cap.target.items() if k in left},
+        kinds={k: v for k, v in cap.kinds.items() if k in seen},
+        replay_fn=lambda x, y, state: {k: v for k, v in cap.replay_fn(x, y, state).items() if k in left},
+        pullback_fn=lambda x, u: {k: v for k, v in cap.pullback_fn(x, u).items() if k in left},
+    )
+
+
+def _follows_from(
+    seen: set[str], algorithm: Algorithm[Any], record: Record, state: Items, down: Items, up: Items
+) -> set[str]:
+    """Return the names of what an upload says about the data (Algorithm.change) to which no hidden item contributes."""
+    leaves = {k: v.detach().clone().requires_grad_() if v.is_floating_point() else v for k, v in up.items()}
+    says = algorithm.change(state, down, leaves, record.lr, record.steps)
+    hidden = [v for k, v in leaves.items() if k not in seen and v.requires_grad]
+
+    def independent(value: Tensor) -> bool:
+        if not hidden or not value.requires_grad:
+            return True
+        found = torch.autograd.grad(value.sum(), hidden, retain_graph=True, allow_unused=True)
+        return all(slope is None for slope in found)
+
+    return {name for name, value in says.items() if independent(value)}
 
 
 def rounding(algorithm: Algorithm[Any], net: Network, record: Record, *, history: bool) -> float:

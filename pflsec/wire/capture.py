@@ -15,10 +15,18 @@ from pflsec.core.network import Net
 MOST_STEPS = 50
 """Unrolling more local steps than this is neither checked nor attacked: memory grows with every step."""
 
+KINDS = ("probe", "update")
+"""A probe is the method's local work on a victim batch; an update the real upload of the round."""
+
 ReplayFn = Callable[[Tensor, Tensor, Items], Items]
 BeginFn = Callable[[Items], Items]
 NewcomerFn = Callable[[torch.Generator], Items]
 PullbackFn = Callable[[Tensor, Tensor], Items]
+
+
+def capture_id(round: int, client: int, victim: int, kind: str) -> str:
+    """Return the name of a capture, by which it lies in its folder."""
+    return f"r{round:03d}-c{client:02d}-v{victim}-{kind}"
 
 
 @dataclass(frozen=True)
@@ -97,7 +105,7 @@ class Capture:
     def label_counts(self) -> Tensor | None:
         """The number of images of each class in the batch, int64 [classes], where a histogram is on the wire."""
         counts = self.record.up.get("label_counts")
-        if counts is None or not counts.sum() > 0:
+        if counts is None or bool((counts < 0).any()) or not counts.sum() > 0:
             return None
         return (counts / counts.sum() * self.count).round().long()  # several epochs count every image several times
 

@@ -2,7 +2,7 @@
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,16 +10,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pflsec.config.attack import AttackConfig
+from pflsec.config.attack import AttackConfig, Ready, narrowed
 from pflsec.core import registry
 from pflsec.core.attack import Attack
+from pflsec.core.errors import RunError
 from pflsec.core.files import plain, to_json
+from pflsec.core.inputs import InputSpec
 from pflsec.core.knowledge import Knows
 from pflsec.leakage import results
 from pflsec.leakage.controls import verdict
 from pflsec.leakage.matching import assign
 from pflsec.leakage.perceptual import Perceptual
-from pflsec.leakage.score import VictimScore, score
+from pflsec.leakage.score import VictimScore, check_pool, score
 from pflsec.leakage.vault import Pool, Truth, Vault
 from pflsec.runtime import attacking, manifest
 from pflsec.runtime.controls import Control
@@ -71,15 +73,43 @@ class AttackSession:
         self.perceptual = Perceptual.find(config.lpips, weights)
         self.vault = Vault(folder.vault)
         self.pool: Pool | None = self.vault.pool() if (folder.vault / "pool.safetensors").exists() else None
-        attacking.check(folder, self.captures)
-        for capture in self.captures if self.pool is not None else ():
-            self.vault.truth(capture)
+        private = attacking.check(folder, self.captures, config.visible or ())
+        if self.pool is not None:
+            self._check_vault(self.pool, private)
+
+    def _check_vault(self, pool: Pool, private: Mapping[str, torch.Size]) -> None:
+        store = CaptureStore(self.folder.captures)
+        for capture in self.captures:
+            check_pool(pool, self.vault.check(capture, self.spec, store.header(capture)["batch"], private))
+
+    def run_each(
+        self, ready: Sequence[Ready], on_victim: OnVictim, on_control: OnControl = lambda name, row: None
+    ) -> tuple[list[Scores], dict[str, Exception]]:
+        """Run attacks one after the other; return the scores, and the failures by attack: one keeps no other from its work.
+
+        Where results cannot be read or written there is no going on.
+        """
+        scores, failures = [], {}
+        for one in ready:
+            try:
+                scores.append(self.run(one.name, one.attack, on_victim, on_control, one.refused))
+            except RunError:
+                raise
+            except Exception as error:
+                failures[one.name] = error
+        return scores, failures
 
     def run(
-        self, name: str, made: Attack[Any], on_victim: OnVictim, on_control: OnControl = lambda name, row: None
+        self,
+        name: str,
+        made: Attack[Any],
+        on_victim: OnVictim,
+        on_control: OnControl = lambda name, row: None,
+        refused: str = "",
     ) -> Scores:
         """Run one attack on all selected captures, and then on its controls, and write its folder.
 
+        refused  why it cannot be mounted: nothing is tried, and every row says so
         On Ctrl-C and on failure the finished victims are written, unless earlier results hold as many.
         """
         began, started = time.perf_counter(), manifest.now()
@@ -92,7 +122,7 @@ class AttackSession:
         secure(path.parent)
         state = "interrupted"
         try:
-            for tried in self._attempts(self._targets(name)):
+            for tried in self._tried(name, refused):
                 row, scored, picture = self._row(name, tried)
                 rows.append(row)
                 victims[tried.capture] = {k: getattr(tried.result, k, None) for k in ("failures", "trace")}
@@ -120,14 +150,20 @@ class AttackSession:
             write_gallery(self.folder.path, path.name)
         return Scores(path)
 
+    def _tried(self, name: str, refused: str) -> Iterable[attacking.Attempt]:
+        if refused:
+            return [attacking.Attempt(capture, None, refused, 0.0) for capture in self.captures]
+        return self._attempts(self._targets(name))
+
     def _targets(self, name: str) -> list[attacking.Target]:
+        config = narrowed(name, self.config)
         knows, path = self.config.threat.knows, self.folder.path
         targets = []
         for capture in self.captures:
             truth = self.vault.truth(capture) if knows & {Knows.LABELS, Knows.PRIVATE} else None
             labels = truth.y if truth and Knows.LABELS in knows else None
             state = truth.state if truth and Knows.PRIVATE in knows else None
-            targets.append(attacking.Target(path, capture, name, self.config, labels, state, self._doubt(capture)))
+            targets.append(attacking.Target(path, capture, name, config, labels, state, self._doubt(capture)))
         return targets
 
     @property
@@ -156,16 +192,17 @@ class AttackSession:
         labels = truth.y if Knows.LABELS in knows else None
         state = truth.state if Knows.PRIVATE in knows else None
         positive, negative = Control("positive", truth.x, truth.y), Control("negative")
-        common = (self.folder.path, first, name, self.config, labels)
+        config, common = narrowed(name, self.config), (self.folder.path, first, name)
+        whole = config.model_copy(update={"visible": None})
         targets = [
-            attacking.Target(*common, {} if Knows.PRIVATE in knows else None, control=positive),
-            attacking.Target(*common, state, control=negative),
+            attacking.Target(*common, whole, labels, {} if Knows.PRIVATE in knows else None, control=positive),
+            attacking.Target(*common, config, labels, state, control=negative),
         ]
         for target, tried in zip(targets, self._attempts(targets), strict=True):
             assert target.control is not None
             row, _, _ = self._row(name, tried)
             valid, why = self._validity(tried, row["status"], None)
-            row |= {"attack_valid": valid, "reason": "; ".join(filter(None, (tried.reason, why)))}
+            row |= {"attack_valid": valid, "reason": self._reason(tried, why)}
             yield row | {"control": target.control.name} | (PLAIN if target.control is positive else {})
 
     def _verdicts(self, rows: Sequence[Row], controls: Sequence[Row]) -> dict[str, Any]:
@@ -203,8 +240,8 @@ class AttackSession:
             row |= {k: getattr(result, k) for k in ("labels", "hidden", "iterations", "restarts", "objective")}
         if self.pool is None:
             valid, why = self._validity(tried, row["status"], None)
-            unscored = "; ".join(filter(None, (tried.reason, why, "not scored: the run has no vault")))
-            return row | {"attack_valid": valid, "reason": unscored}, None, self._picture(result, None)
+            row |= {"attack_valid": valid, "reason": self._reason(tried, why, "not scored: the run has no vault")}
+            return row, None, self._picture(result, None)
         truth = self.vault.truth(tried.capture)
         scored = score(
             truth,
@@ -218,8 +255,11 @@ class AttackSession:
         row["status"] = "nonfinite" if scored.nonfinite else row["status"]
         valid, why = self._validity(tried, row["status"], truth)
         row |= {"dataset_index": " ".join(map(str, truth.dataset_index.tolist())), "attack_valid": valid}
-        row["reason"] = "; ".join(filter(None, (tried.reason, why)))
+        row["reason"] = self._reason(tried, why)
         return row, scored, self._picture(result, truth)
+
+    def _reason(self, tried: attacking.Attempt, *more: str) -> str:
+        return "; ".join(filter(None, (tried.reason, limits(self.config), *more)))
 
     def _validity(self, tried: attacking.Attempt, status: str, truth: Truth | None) -> tuple[bool | None, str]:
         """Return whether what came of a capture says anything, and why not beyond the attempt's own reason."""
@@ -231,42 +271,52 @@ class AttackSession:
         return (None, "") if truth is None else results.validity(truth.replay_residual)
 
     def _picture(self, result: Any, truth: Truth | None) -> Tensor | None:
-        if result is None or result.x is None:
-            return None
-        pixels = torch.nan_to_num(self.spec.pixels(result.x.detach().double()), nan=0.5).clamp(0, 1)
-        if truth is not None:
-            order = assign(self.spec.pixels(truth.x.double()).clamp(0, 1), pixels)
-            pixels = torch.stack([pixels[j] if j >= 0 else torch.full_like(pixels[0], 0.5) for j in order.tolist()])
-        return pixels.float()
+        return None if result is None or result.x is None else as_pictures(self.spec, result.x, truth)
 
     def _id(self, name: str, made: Attack[Any]) -> str:
         facts = [made.cfg.model_dump(), self.config.adversary, self.config.knowledge, self.config.seed, self.captures]
+        facts += [self.config.visible] if self.config.visible else []
         return f"{name}-{hashlib.sha256(to_json(facts).encode()).hexdigest()[:8]}"
 
     def _meta(self, name: str, made: Attack[Any], id: str, started: str, seconds: float, state: str) -> dict[str, Any]:
-        card = registry.card("attacks", name)
-        threat = self.config.threat
-        return {
-            "id": id,
-            "attack": name,
-            "title": card.title,
-            "sections": card.sections,
-            "config": plain(made.cfg.model_dump()),
-            "threat_model": {
-                "adversary": threat.adversary,
-                "knowledge": threat.knowledge,
-                "knows": [k.value for k in Knows if k in threat.knows],
-            },
-            "captures": self.captures,
-            "seed": self.config.seed,
-            "lpips": {
-                "name": self.perceptual.name,
-                "status": self.perceptual.status,
-                "remedy": self.perceptual.remedy,
-            },
-            "state": state,
-            "started": started,
-            "finished": manifest.now(),
-            "seconds": seconds,
-            "versions": manifest.versions(),
-        }
+        facts = attack_facts(name, made, self.config, self.perceptual, started, seconds)
+        return {"id": id, **facts, "captures": self.captures, "state": state}
+
+
+def attack_facts(
+    name: str, made: Attack[Any], config: AttackConfig, perceptual: Perceptual, started: str, seconds: float
+) -> dict[str, Any]:
+    """Return what attack.json says of every attack."""
+    card, threat = registry.card("attacks", name), config.threat
+    return {
+        "attack": name,
+        "title": card.title,
+        "sections": card.sections,
+        "config": plain(made.cfg.model_dump()),
+        "threat_model": {
+            "adversary": threat.adversary,
+            "knowledge": threat.knowledge,
+            "knows": [k.value for k in Knows if k in threat.knows],
+        },
+        "visible": config.visible,
+        "seed": config.seed,
+        "lpips": {"name": perceptual.name, "status": perceptual.status, "remedy": perceptual.remedy},
+        "started": started,
+        "finished": manifest.now(),
+        "seconds": seconds,
+        "versions": manifest.versions(),
+    }
+
+
+def limits(config: AttackConfig) -> str:
+    """Return what a row says of a limited view of the upload."""
+    return f"visible alone: {', '.join(config.visible)}" if config.visible else ""
+
+
+def as_pictures(spec: InputSpec, x: Tensor, truth: Truth | None) -> Tensor:
+    """Return a reconstruction as pixels, float32 [B, C, H, W] in [0, 1], in the order of the truth where there is one."""
+    pixels = torch.nan_to_num(spec.pixels(x.detach().double()), nan=0.5).clamp(0, 1)
+    if truth is not None:
+        order = assign(spec.pixels(truth.x.double()).clamp(0, 1), pixels)
+        pixels = torch.stack([pixels[j] if j >= 0 else torch.full_like(pixels[0], 0.5) for j in order.tolist()])
+    return pixels.float()

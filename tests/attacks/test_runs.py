@@ -271,6 +271,18 @@ def test_the_log_of_a_real_run_gives_the_state_that_lies_in_the_vault(key: str, 
 # --- is the capture what the client's code makes of the truth?
 
 
+def test_three_local_epochs_are_replayed_in_the_order_of_their_batches(tmp_path: Path):
+    made = api.train(
+        dataset=toys.dataset(), partition="natural", test="given", model="mlp", rounds=1, local_epochs=3, batch_size=4,
+        lr=0.1, kind="update", capture_rounds="0", capture_clients="3", runs_dir=tmp_path,
+    )  # fmt: skip
+    record = CaptureStore(made.path / "captures").read("r000-c03-v0-update")
+    assert (record.epochs, record.steps) == (3, 6)
+    residual = vault.Vault(made.path / "vault").truth(record.id).replay_residual
+    assert residual is not None
+    assert residual < 1e-6
+
+
 @pytest.mark.parametrize("off", [0.0, 1e-7, REPLAY_TOLERANCE])
 def test_a_replay_that_meets_what_was_sent_makes_an_attack_valid(off: float):
     assert validity(off) == (True, "")

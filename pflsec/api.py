@@ -21,7 +21,7 @@ from pflsec.core.errors import PflsecError, RunError
 from pflsec.core.files import plain, to_json
 from pflsec.core.knowledge import Knows
 from pflsec.data.datasets import Dataset
-from pflsec.leakage import results
+from pflsec.leakage import results, texts
 from pflsec.leakage.matching import assign
 from pflsec.leakage.perceptual import Perceptual
 from pflsec.leakage.score import VictimScore, score
@@ -39,6 +39,7 @@ from pflsec.wire.store import CaptureStore
 if TYPE_CHECKING:
     import pandas
 
+NO_IMAGE = "texts have no image measures: see tokens.csv"
 OnRound = Callable[[int, Mapping[str, Any]], None]
 OnVictim = Callable[[str, int, int, Mapping[str, Any]], None]
 
@@ -85,6 +86,13 @@ class Scores:
         from pflsec.reports.load import load_run as read
 
         return next(a.scores for a in read(self.path.parents[1]).attacks if a.id == self.path.name)
+
+    @property
+    def tokens(self) -> "pandas.DataFrame":
+        """A row per text, with the columns of tokens.csv; no rows where the data are images."""
+        from pflsec.reports.load import load_run as read
+
+        return next(a.tokens for a in read(self.path.parents[1]).attacks if a.id == self.path.name)
 
 
 def load_run(path: str | Path, runs_dir: str | Path = "runs") -> Run:
@@ -263,6 +271,7 @@ class AttackSession:
         began, started = time.perf_counter(), manifest.now()
         rows: list[dict[str, Any]] = []
         images: list[dict[str, Any]] = []
+        tokens: list[dict[str, Any]] = []
         pictures: dict[str, Tensor] = {}
         victims: dict[str, dict[str, Any]] = {}
         path = attack_folder(self.folder, self._id(name, made))
@@ -272,6 +281,7 @@ class AttackSession:
             for tried in attacking.attempts(self._targets(name), self.config.executor, self.config.workers):
                 row, scored, picture = self._row(name, tried)
                 rows.append(row)
+                tokens += self._token_rows(tried)
                 victims[tried.capture] = {k: getattr(tried.result, k, None) for k in ("failures", "trace")}
                 if scored is not None:
                     images += results.image_rows(tried.capture, scored)
@@ -286,7 +296,7 @@ class AttackSession:
             if state == "done" or len(rows) > results.victims_in(path):
                 meta = self._meta(name, made, path.name, started, time.perf_counter() - began, state)
                 secure(path)
-                results.write(path, meta | {"victims": victims}, rows, images, pictures)
+                results.write(path, meta | {"victims": victims}, rows, images, pictures, tokens)
         if pictures and self.pool is not None:
             from pflsec.reports.figures import write_gallery
 
@@ -329,25 +339,34 @@ class AttackSession:
                 self._picture(result, None),
             )
         truth = self.vault.truth(tried.capture)
-        scored = score(
-            truth,
-            result.x if result else None,
-            result.y if result else None,
-            self.spec.pixels,
-            self.pool,
-            self.perceptual,
-        )
+        scored = self._score(tried, truth)[0]
         valid, why = results.validity(truth.replay_residual)
         row |= {k: v for k, v in scored.row().items() if k in results.COLUMNS}
         row |= {"dataset_index": " ".join(map(str, truth.dataset_index.tolist())), "attack_valid": valid}
-        row["reason"] = "; ".join(filter(None, (tried.reason, why)))
+        no_image = "" if result is None or self.spec.vocabulary is None else NO_IMAGE
+        row["reason"] = "; ".join(filter(None, (tried.reason, why, no_image)))
         if scored.nonfinite:
             row["status"] = "nonfinite"
         return row, scored, self._picture(result, truth)
 
+    def _score(self, tried: attacking.Attempt, truth: Truth) -> tuple[VictimScore, list[texts.TextScore]]:
+        assert self.pool is not None
+        x, y = (tried.result.x, tried.result.y) if tried.result else (None, None)
+        if self.spec.vocabulary is not None:
+            return texts.score(truth, x, y, self.pool)
+        return score(truth, x, y, self.spec.pixels, self.pool, self.perceptual), []
+
+    def _token_rows(self, tried: attacking.Attempt) -> list[dict[str, Any]]:
+        if self.pool is None or self.spec.vocabulary is None:
+            return []
+        found = self._score(tried, self.vault.truth(tried.capture))[1]
+        return [one.row() | {"capture": tried.capture} for one in found]
+
     def _picture(self, result: Any, truth: Truth | None) -> Tensor | None:
         if result is None or result.x is None:
             return None
+        if self.spec.vocabulary is not None:
+            return texts.in_order(None if truth is None else truth.x, result.x)
         pixels = torch.nan_to_num(self.spec.pixels(result.x.detach().double()), nan=0.5).clamp(0, 1)
         if truth is not None:
             order = assign(self.spec.pixels(truth.x.double()).clamp(0, 1), pixels)

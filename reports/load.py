@@ -5,7 +5,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -57,6 +57,24 @@ SCORES: dict[str, Kind] = {
     "reason": "text",
     "status": "text",
 }
+TOKENS: dict[str, Kind] = {
+    "capture": "text",
+    "position": "integer",
+    "dataset_index": "integer",
+    "matched": "flag",
+    "words": "integer",
+    "unknown": "integer",
+    "found": "integer",
+    "token_recall": "number",
+    "token_precision": "number",
+    "set_exact": "number",
+    "multiset_exact": "number",
+    "sequence_exact": "number",
+    "identified": "number",
+    "recall_blind": "number",
+    "label_true": "integer",
+    "label_found": "integer",
+}
 CLIENTS: dict[str, Kind] = {
     "round": "integer",
     "client": "integer",
@@ -107,11 +125,12 @@ class CaptureId:
 
 @dataclass(frozen=True, eq=False)
 class AttackData:
-    """One attack's folder: attack.json, and scores.csv with a row for each victim batch."""
+    """One attack's folder: attack.json, scores.csv with a row for each victim batch, tokens.csv with one for each text."""
 
     meta: Mapping[str, Any]
     scores: pd.DataFrame
     folder: Path
+    tokens: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=list(TOKENS)))
 
     @property
     def id(self) -> str:
@@ -154,8 +173,13 @@ class RunData:
 
     @property
     def input(self) -> InputSpec:
-        """Shape of the images, and their way between pixels and network."""
+        """Shape of the images, and their way between pixels and network; or length and vocabulary of texts."""
         return InputSpec.from_dict(self.manifest["data"]["input"])
+
+    def word(self, token: int) -> str:
+        """Return the word with this number, or the number where there is none."""
+        words = self.manifest["data"].get("words") or []
+        return str(words[token]) if 0 <= token < len(words) else f"#{token}"
 
     def class_name(self, label: str) -> str:
         """Return the name of the class with this number, or the text as it is where there is none."""
@@ -218,7 +242,7 @@ def _attack(folder: Path) -> AttackData:
     meta = _document(file, f"attack '{folder.name}'", "Run the attack again")
     _need(meta, {"attack": str, "config": dict, "threat_model": dict, "captures": list, "state": str}, file)
     _need(meta["threat_model"], {"adversary": str, "knowledge": str}, file)
-    return AttackData(meta, _table(folder / "scores.csv", SCORES), folder)
+    return AttackData(meta, _table(folder / "scores.csv", SCORES), folder, _table(folder / "tokens.csv", TOKENS))
 
 
 def _document(path: Path, what: str, remedy: str) -> dict[str, Any]:

@@ -256,7 +256,7 @@ class AttackSession:
         self.epsilon = folder.last_metrics().get("epsilon")
         self.captures = attacking.selected(folder, config)
         weights = Path(config.lpips_weights) if config.lpips_weights else None
-        self.perceptual = Perceptual.find(config.lpips, weights)
+        self.perceptual = Perceptual.find(config.lpips if self.spec.vocabulary is None else "none", weights)
         self.vault = Vault(folder.vault)
         self.pool: Pool | None = self.vault.pool() if (folder.vault / "pool.safetensors").exists() else None
         attacking.check(folder, self.captures)

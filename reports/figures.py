@@ -22,6 +22,7 @@ from pflsec.core.errors import RunError
 from pflsec.core.files import write_bytes
 from pflsec.core.items import Items
 from pflsec.core.tensors import read_items
+from pflsec.reports import texts
 from pflsec.reports.load import AttackData, CaptureId, RunData, load_run
 from pflsec.reports.tables import (
     FAILED,
@@ -87,10 +88,13 @@ def psnr(truth: np.ndarray, other: np.ndarray) -> float:
 
 
 def gallery(run: RunData, attack: AttackData) -> Figure:
-    """Return originals, reconstructions and the blind guess, a column for each of the first 16 victim images.
+    """Return originals, reconstructions and the blind guess, a column for each of the first 16 victim images; or the first 16
+    victim texts, the words that were recovered marked.
 
     Without any reconstruction the figure is one sentence. Raises RunError for damaged files.
     """
+    if run.input.vocabulary is not None:
+        return _texts(run, attack)
     pairs, total = _pairs(run, attack)
     if not pairs:
         return sentence(f"{run.name}, {attack.name}: no reconstruction to show")
@@ -108,6 +112,15 @@ def gallery(run: RunData, attack: AttackData) -> Figure:
         title = f"{run.name} · {attack.name}" if len(pairs) < 4 else f"{run.name} · {attack.name} · {shown}"
         figure.suptitle(title, x=0.02, y=1 - 0.12 / figure.get_figheight(), ha="left", va="top", fontsize=11.5)
     return figure
+
+
+def _texts(run: RunData, attack: AttackData) -> Figure:
+    told, total = texts.tellings(run, attack)
+    if not told:
+        return sentence(f"{run.name}, {attack.name}: no reconstruction to show")
+    shown = f"first {len(told)} of {total} texts" if total > len(told) else f"{total} texts"
+    with style():
+        return texts.sheet(told, f"{run.name} · {attack.name} · {shown}")
 
 
 def has_pictures(attack: AttackData) -> bool:

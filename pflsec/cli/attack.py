@@ -91,6 +91,7 @@ def attack(
         print_json([{"path": str(s.path), "scores": _records(s)} for s in scores])
         return
     _print_summary(scores)
+    _print_words(scores)
     say(f"results in {session.folder.attacks}; make the page with: pflsec report {session.folder.path.name}")
 
 
@@ -117,6 +118,27 @@ def _records(scores: Any) -> list[dict[str, Any]]:
 
     table = scores.table
     return [{k: None if isna(v) else v for k, v in row.items()} for row in table.to_dict("records")]
+
+
+def _print_words(scores: Any) -> None:
+    """Print how many words were found, where the data are texts."""
+    rows = []
+    for one in scores:
+        if not (table := one.tokens.dropna(subset=["token_recall"])).empty:
+            names = (
+                "token_recall",
+                "recall_blind",
+                "token_precision",
+                "multiset_exact",
+                "sequence_exact",
+                "identified",
+            )
+            rows.append([
+                one.table["attack"].iloc[0], str(len(table)), *(number(float(table[name].mean())) for name in names)
+            ])  # fmt: skip
+    if rows:
+        columns = ["attack", "texts", "recall", "blind", "precision", "all words", "in order", "identified"]
+        print_table("Words found (means over texts)", columns, rows)
 
 
 def _print_summary(scores: Any) -> None:

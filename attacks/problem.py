@@ -21,17 +21,25 @@ Draw = Callable[[Capture, torch.Generator, torch.dtype], Tensor]
 
 def uniform_pixels(cap: Capture, rng: torch.Generator, dtype: torch.dtype) -> Tensor:
     """Return images with pixels from U(0, 1), as the network sees them, [B, C, H, W]."""
+    _only_images(cap)
     return cap.input.normalise(torch.rand(cap.count, *cap.input.shape, generator=rng, dtype=dtype))
 
 
 def gaussian_pixels(cap: Capture, rng: torch.Generator, dtype: torch.dtype) -> Tensor:
     """Return images with pixels from N(0, 1), as the network sees them."""
+    _only_images(cap)
     return cap.input.normalise(torch.randn(cap.count, *cap.input.shape, generator=rng, dtype=dtype))
 
 
 def gaussian_inputs(cap: Capture, rng: torch.Generator, dtype: torch.dtype) -> Tensor:
     """Return network inputs from N(0, 1)."""
-    return torch.randn(cap.count, *cap.input.shape, generator=rng, dtype=dtype)
+    _only_images(cap)
+    return cap.input.noise(cap.count, rng, dtype)
+
+
+def _only_images(cap: Capture) -> None:
+    if cap.input.vocabulary is not None:
+        raise NotApplicable("the inputs are texts, and this attack searches for pixels; use embedding-rows")
 
 
 class Problem:
@@ -135,7 +143,7 @@ class Problem:
             raise NotApplicable(f"{why}; the upload is the sum of {cap.record.steps}")
         if any(name.startswith("head.") for name in cap.target):
             raise NotApplicable(f"{why}; here the head is on the wire")
-        x = torch.zeros(cap.count, *cap.input.shape, dtype=self.dtype)
+        x = cap.input.blank(cap.count, self.dtype)
         names = cap.pullback(x, torch.zeros(cap.count, cap.net.feature_dim, dtype=self.dtype)).keys()
         if not names or not names <= cap.target.keys():
             raise NotApplicable(f"{why}; here no gradient of the body is on the wire")
@@ -151,7 +159,7 @@ class Problem:
         if not leaves:
             return set()
         classes = self.cap.input.classes
-        x = torch.zeros(self.cap.count, *self.cap.input.shape, dtype=self.dtype)
+        x = self.cap.input.blank(self.cap.count, self.dtype)
         y = torch.full((self.cap.count, classes), 1 / classes, dtype=self.dtype) if self.y is None else self.y
         parts = [v.sum() for v in self.cap.replay(x, y, state | leaves).values() if v.requires_grad]
         if not parts:

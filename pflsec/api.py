@@ -30,6 +30,7 @@ from pflsec.session.update import Found, UpdateSession
 if TYPE_CHECKING:
     import pandas
 
+NO_IMAGE = "texts have no image measures: see tokens.csv"
 OnRound = Callable[[int, Mapping[str, Any]], None]
 
 

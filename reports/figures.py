@@ -22,6 +22,7 @@ from pflsec.core.errors import RunError
 from pflsec.core.files import write_bytes
 from pflsec.core.items import Items
 from pflsec.core.tensors import read_items
+from pflsec.reports import texts
 from pflsec.reports.load import AttackData, CaptureId, RunData, load_run
 from pflsec.reports.tables import (
     FAILED,
@@ -94,11 +95,14 @@ def psnr(truth: np.ndarray, other: np.ndarray) -> float:
 
 
 def gallery(run: RunData, attack: AttackData) -> Figure:
-    """Return a row for each of the at most 10 victim images that are rebuilt best, the worst leak first.
+    """Return a row for each of the at most 10 victim images that are rebuilt best, the worst leak first; or the first 16
+    victim texts, the words that were recovered marked.
 
     Images: original, reconstruction, blind guess. Signals (inputs of height 1): all three as curves, for the first channels.
     Without any reconstruction the figure is one sentence. Raises RunError for damaged files.
     """
+    if run.input.vocabulary is not None:
+        return _texts(run, attack)
     pairs, total = _pairs(run, attack)
     if not pairs:
         return sentence(f"{run.name}, {attack.name}: no reconstruction to show")
@@ -131,6 +135,15 @@ def gallery(run: RunData, attack: AttackData) -> Figure:
         if signals:
             _curve_key(figure)
     return figure
+
+
+def _texts(run: RunData, attack: AttackData) -> Figure:
+    told, total = texts.tellings(run, attack)
+    if not told:
+        return sentence(f"{run.name}, {attack.name}: no reconstruction to show")
+    shown = f"first {len(told)} of {total} texts" if total > len(told) else f"{total} texts"
+    with style():
+        return texts.sheet(told, f"{run.name} · {attack.name} · {shown}")
 
 
 def has_pictures(attack: AttackData) -> bool:

@@ -101,6 +101,24 @@ def _range(name: str) -> Cell:
     return lambda row: _whole(row[name]) if row[f"{name}_min"] == row[name] else f"{row[f'{name}_min']}-{row[name]}"
 
 
+def words(rows: Sequence[Row]) -> Grid:
+    """Return the table of recovered words as text."""
+    about = {
+        "run": _as("run"),
+        "attack": _as("attack"),
+        "attacker": lambda row: f"{row['adversary']}, {row['knowledge']}",
+    }
+    shares = {
+        "words recovered": "recall",
+        "blind guess": "recall_blind",
+        "of the found ones right": "precision",
+        "all words": "multiset",
+        "in order": "sequence",
+        "identified": "identified",
+    }
+    return _grid(rows, about, {"texts": _as("texts", _whole)} | {h: _as(n, percent) for h, n in shares.items()})
+
+
 def _interval(name: str, ends: str, written: Callable[[float | None], str], note: str) -> Cell:
     return lambda row: with_interval(
         written(row[name]), written(row[f"{ends}_low"]), written(row[f"{ends}_high"]), row[note]

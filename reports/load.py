@@ -5,7 +5,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -58,6 +58,24 @@ SCORES: dict[str, Kind] = {
     "status": "text",
 }
 IMAGES: dict[str, Kind] = {"capture": "text", "position": "integer", "ssim": "number"}
+TOKENS: dict[str, Kind] = {
+    "capture": "text",
+    "position": "integer",
+    "dataset_index": "integer",
+    "matched": "flag",
+    "words": "integer",
+    "unknown": "integer",
+    "found": "integer",
+    "token_recall": "number",
+    "token_precision": "number",
+    "set_exact": "number",
+    "multiset_exact": "number",
+    "sequence_exact": "number",
+    "identified": "number",
+    "recall_blind": "number",
+    "label_true": "integer",
+    "label_found": "integer",
+}
 CLIENTS: dict[str, Kind] = {
     "round": "integer",
     "client": "integer",
@@ -108,12 +126,14 @@ class CaptureId:
 
 @dataclass(frozen=True, eq=False)
 class AttackData:
-    """One attack's folder: attack.json, scores.csv with a row for each victim batch, images.csv with one for each image."""
+    """One attack's folder: attack.json, scores.csv with a row for each victim batch, images.csv and tokens.csv with one for each
+    image or text."""
 
     meta: Mapping[str, Any]
     scores: pd.DataFrame
     images: pd.DataFrame
     folder: Path
+    tokens: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=list(TOKENS)))
 
     @property
     def id(self) -> str:
@@ -156,8 +176,13 @@ class RunData:
 
     @property
     def input(self) -> InputSpec:
-        """Shape of the images, and their way between pixels and network."""
+        """Shape of the images, and their way between pixels and network; or length and vocabulary of texts."""
         return InputSpec.from_dict(self.manifest["data"]["input"])
+
+    def word(self, token: int) -> str:
+        """Return the word with this number, or the number where there is none."""
+        words = self.manifest["data"].get("words") or []
+        return str(words[token]) if 0 <= token < len(words) else f"#{token}"
 
     def class_name(self, label: str) -> str:
         """Return the name of the class with this number, or the text as it is where there is none."""
@@ -220,7 +245,11 @@ def _attack(folder: Path) -> AttackData:
     meta = _document(file, f"attack '{folder.name}'", "Run the attack again")
     _need(meta, {"attack": str, "config": dict, "threat_model": dict, "captures": list, "state": str}, file)
     _need(meta["threat_model"], {"adversary": str, "knowledge": str}, file)
-    return AttackData(meta, _table(folder / "scores.csv", SCORES), _table(folder / "images.csv", IMAGES), folder)
+    scores, images, tokens = (
+        _table(folder / f"{name}.csv", kinds)
+        for name, kinds in (("scores", SCORES), ("images", IMAGES), ("tokens", TOKENS))
+    )
+    return AttackData(meta, scores, images, folder, tokens)
 
 
 def _document(path: Path, what: str, remedy: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from pflsec.core.errors import RunError
 from pflsec.core.files import disk_errors, to_csv, write_json, write_text
-from pflsec.reports import figures, grids, tables, words
+from pflsec.reports import figures, grids, tables, texts, words
 from pflsec.reports.load import AttackData, RunData, load_runs
 from pflsec.reports.words import number, percent
 
@@ -31,6 +31,14 @@ class Picture:
     source: str
     alt: str
     width: int
+
+
+@dataclass(frozen=True)
+class Texts:
+    """The gallery of an attack on texts, as text: the first of `total`."""
+
+    tellings: list[texts.Telling]
+    total: int
 
 
 def write(
@@ -54,6 +62,8 @@ def write(
         "wire": pd.concat([tables.wire_table(run) for run in runs], ignore_index=True),
         "configuration": pd.concat([tables.configuration_table(run) for run in runs], ignore_index=True),
     }
+    if not (tokens := tables.tokens_table(runs)).empty:
+        found["tokens"] = tokens
     for name, table in found.items():
         rows = tables.records(table)
         write_text(out / "tables" / f"{name}.csv", to_csv([str(c) for c in table.columns], rows))
@@ -85,6 +95,7 @@ def _content(
         "accuracy": grids.accuracy(accuracy),
         "leakage": grids.leakage(leakage) if leakage else None,
         "reasons": grids.reasons(leakage),
+        "words": grids.words(tables.records(found["tokens"])) if "tokens" in found else None,
         "ssim": ", ".join(sorted({row["ssim_variant"] for row in leakage} - {""})),
         "remedies": words.lpips_remedies(runs),
         "success": f"{tables.SUCCESS:.0f}",
@@ -142,7 +153,7 @@ def _card(run: RunData, headline: Row, accuracy: list[Row], leakage: list[Row]) 
     )
 
 
-def _galleries(runs: Sequence[RunData], folder: Path) -> list[tuple[str, Picture | str]]:
+def _galleries(runs: Sequence[RunData], folder: Path) -> list[tuple[str, Picture | Texts | str]]:
     """Return for every attack its title, and its gallery or why there is none."""
     attacks = [(run, attack) for run in runs for attack in run.attacks]
     return [
@@ -151,14 +162,19 @@ def _galleries(runs: Sequence[RunData], folder: Path) -> list[tuple[str, Picture
     ]
 
 
-def _gallery(run: RunData, attack: AttackData, folder: Path, place: int) -> Picture | str:
+def _gallery(run: RunData, attack: AttackData, folder: Path, place: int) -> Picture | Texts | str:
     if not figures.has_pictures(attack):
-        return "The attack gave no image. See the table of leakage for the reason."
+        kind = "image" if run.input.vocabulary is None else "text"
+        return f"The attack gave no {kind}. See the table of leakage for the reason."
     if not (run.path / "vault").is_dir():
         return "The run's vault, which holds the originals, is not there, so nothing can be compared by eye."
     alt = f"Originals, reconstructions by {attack.name} and the blind guess, for victims of run {run.name}."
     name = re.sub(r"[^A-Za-z0-9]+", "-", f"gallery-{place:02d}-{run.name}-{attack.id}")
-    return _picture(figures.gallery(run, attack), folder / name, "png", alt)
+    drawn = figures.gallery(run, attack)
+    if run.input.vocabulary is not None:
+        figures.save(drawn, folder / name)
+        return Texts(*texts.tellings(run, attack))
+    return _picture(drawn, folder / name, "png", alt)
 
 
 def _picture(figure: Figure, path: Path, kind: str, alt: str) -> Picture:

@@ -40,6 +40,13 @@ ACCURACY = (
     "mb_down",
     "epsilon",
 )
+TEXT_SHARES = {"multiset": "multiset_exact", "sequence": "sequence_exact", "identified": "identified"}
+TEXT_MEASURES = {
+    "recall": "token_recall",
+    "recall_blind": "recall_blind",
+    "precision": "token_precision",
+    **TEXT_SHARES,
+}
 SETTING = ("attack", "adversary", "knowledge", "hidden", "kind")
 LEAKAGE = (
     "run",
@@ -322,6 +329,24 @@ def _share(name: str, hits: pd.Series) -> dict[str, Any]:
 def _common(texts: pd.Series) -> str:
     """Return what all victims say, or all that they say."""
     return ", ".join(sorted(set(texts) - {""}))
+
+
+def tokens_table(runs: Iterable[RunData]) -> pd.DataFrame:
+    """Return a row for every run and attack on texts: means over texts on which the attack could work.
+
+    recall, precision  words in text and reconstruction (multisets), as shares of the true and of the found ones
+    recall_blind       recall of the best guess without any message
+    multiset, sequence, identified  shares of texts whose words were all found, found in order, or told from all others
+    """
+    columns = ["run", "attack", "adversary", "knowledge", "texts", "recall", "recall_blind", "precision", *TEXT_SHARES]
+    rows = []
+    for run, attack in ((one, attack) for one in runs for attack in one.attacks):
+        if (found := attack.tokens.dropna(subset=["token_recall"])).empty:
+            continue
+        threat = {name: attack.meta["threat_model"][name] for name in ("adversary", "knowledge")}
+        means = {name: found[column].mean() for name, column in TEXT_MEASURES.items()}
+        rows.append({"run": run.name, "attack": attack.name, **threat, "texts": len(found), **means})
+    return pd.DataFrame(rows, columns=columns)
 
 
 def victims_table(runs: Iterable[RunData]) -> pd.DataFrame:

@@ -15,7 +15,7 @@ from pflsec.core.knowledge import ADVERSARIES, WHO, WORDS, Knows
 from pflsec.core.statistics import verdict
 from pflsec.reports import controls
 from pflsec.reports.load import AttackData, RunData
-from pflsec.reports.tables import CLAIM, SUCCESS, records
+from pflsec.reports.tables import CLAIM, SUCCESS, records, tokens_table
 
 Row = Mapping[str, Any]
 DASH = "–"
@@ -147,6 +147,8 @@ def leakage_sentences(run: RunData, rows: Sequence[Row]) -> list[str]:
     sentences = []
     if found := worst(by_wire):
         sentences += ["Worst attack on what the wire shows: " + _leak(found), _judgement(found)]
+    elif run.input.vocabulary is not None:
+        sentences += _word_sentences(run)
     elif by_wire:
         sentences.append("No attack on what the wire shows gave an image.")
     if found := worst(granted):
@@ -155,6 +157,19 @@ def leakage_sentences(run: RunData, rows: Sequence[Row]) -> list[str]:
     if 0 < most < CLAIM:
         sentences.append(f"Fewer than {CLAIM} victims: this illustrates, and supports no claim.")
     return sentences
+
+
+def _word_sentences(run: RunData) -> list[str]:
+    """Return what the attack that recovers most words finds of texts, on what the wire shows."""
+    rows = [row for row in records(tokens_table([run])) if row["knowledge"] == "wire"]
+    if not rows:
+        return ["No attack on what the wire shows gave a text."]
+    most = max(rows, key=lambda row: (row["recall"], row["precision"]))
+    return [
+        f"Worst attack on what the wire shows: {most['attack']} by the {most['adversary']} recovers {percent(most['recall'])} of "
+        f"the words of {most['texts']} texts (a guess without any message: {percent(most['recall_blind'])}), and all words of "
+        f"{percent(most['multiset'])} of them."
+    ]
 
 
 def _leak(row: Row) -> str:

@@ -1,6 +1,7 @@
 """Fixtures for all tests."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,6 +26,15 @@ def doubles() -> Iterator[None]:
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(before)
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder with small copies of real datasets; tests that need it are skipped where it is absent."""
+    folder = Path(__file__).parents[1].parent / "shared" / "data"
+    if not folder.is_dir():
+        pytest.skip(f"real data are not available here: {folder} does not exist")
+    return folder
 
 
 @pytest.fixture

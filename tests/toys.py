@@ -21,6 +21,7 @@ from pflsec.core.items import Items
 from pflsec.core.network import Net
 from pflsec.data.datasets import Dataset, from_arrays
 from pflsec.data.federation import Federation
+from pflsec.models import catalogue
 from pflsec.models.network import Network
 from pflsec.runtime.executor import learning_rate
 from pflsec.runtime.rounds import Federated
@@ -90,15 +91,34 @@ def dataset(train: Sequence[int] = TRAIN, held: Sequence[Sequence[int]] = HELD, 
     return from_arrays(images, labels, client_ids=clients, is_test=is_test, class_names=["a", "b", "c"], name="toy")
 
 
+def texts(rows: int = 48, words: int = 30, length: int = 8) -> Dataset:
+    """Return texts of 3 to 8 words, some of them twice and one that is the class's own; the first client's are `rows` / 4."""
+    rng = np.random.default_rng(11)
+    tokens, labels = np.zeros((rows, length), dtype=np.int64), np.arange(rows) % CLASSES
+    for text, label in zip(tokens, labels, strict=True):
+        size = rng.integers(3, length + 1)
+        text[:size] = rng.integers(5, words, size)
+        text[0], text[1] = 2 + label, text[2]
+    names = ("<pad>", "<unk>", "alpha", "beta", "gamma", *(f"w{i}" for i in range(5, words)))
+    clients, is_test = np.arange(rows) // (rows // 4), np.arange(rows) % 6 == 5
+    return Dataset("toy texts", tokens, labels, CLASSES, ("a", "b", "c"), clients, is_test, "made up", names)
+
+
+def bag(data: Dataset) -> Network:
+    """Return the bag of embeddings for these texts."""
+    assert data.words is not None
+    return catalogue.build("bag", data.images.shape[1:], data.classes, vocabulary=len(data.words))
+
+
 @dataclass(frozen=True, eq=False)
 class Typed(Federation):
-    """A federation whose inputs are of a given dtype."""
+    """A federation whose images are of a given dtype."""
 
     dtype: torch.dtype
 
     def _tensors(self, rows: np.ndarray) -> tuple[Tensor, Tensor]:
         x, y = super()._tensors(rows)
-        return x.to(self.dtype), y
+        return x.to(self.dtype) if x.is_floating_point() else x, y
 
 
 class Recorder(Channel):

@@ -141,6 +141,7 @@ def attack(
     elif scores:
         _print_headline(session.folder.path, scores)
         _print_summary(scores)
+        _print_words(scores)
         say(f"results in {session.folder.attacks}; make the page with: pflsec report {session.folder.path.name}")
     for error in failures.values():
         raise error
@@ -240,6 +241,27 @@ def _print_headline(run: Path, scores: Any) -> None:
     for attack in data.attacks:
         if attack.id in made:
             out.print(f"{attack.name}: {controls.sentence(attack.meta)}", markup=False)
+
+
+def _print_words(scores: Any) -> None:
+    """Print how many words were found, where the data are texts."""
+    rows = []
+    for one in scores:
+        if not (table := one.tokens.dropna(subset=["token_recall"])).empty:
+            names = (
+                "token_recall",
+                "recall_blind",
+                "token_precision",
+                "multiset_exact",
+                "sequence_exact",
+                "identified",
+            )
+            rows.append([
+                one.table["attack"].iloc[0], str(len(table)), *(number(float(table[name].mean())) for name in names)
+            ])  # fmt: skip
+    if rows:
+        columns = ["attack", "texts", "recall", "blind", "precision", "all words", "in order", "identified"]
+        print_table("Words found (means over texts)", columns, rows)
 
 
 def _print_summary(scores: Any) -> None:

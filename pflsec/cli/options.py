@@ -16,7 +16,9 @@ def option(name: str, help: str, *flags: str) -> Any:
     )
 
 
-Data = Annotated[str | None, option("data", "Dataset: a name, npz:PATH (images, labels) or pfllib:PATH.")]
+Data = Annotated[
+    str | None, option("data", "Dataset: a name, npz:PATH (images, labels), pfllib:PATH or text:PATH (CSV).")
+]
 Download = Annotated[bool | None, option("download", "Fetch the dataset if it is not here.", "--download")]
 Model = Annotated[str | None, option("model", "Network: a name, or auto.")]
 Partition = Annotated[str | None, option("partition", "iid, pathological, dirichlet, natural or pfllib-compat.")]

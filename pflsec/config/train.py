@@ -22,7 +22,7 @@ class TrainConfig(Config):
     """All options of `pflsec train`, by their names on the command line."""
 
     algo: str = option(default="fedavg", about="key of the method")
-    data: str = option(default="digits", about="dataset: a name, npz:PATH or pfllib:PATH")
+    data: str = option(default="digits", about="dataset: a name, npz:PATH, pfllib:PATH or text:PATH")
     download: bool = Field(default=False, exclude=True)
     """May the dataset be fetched from the internet? Changes no result, so it is not recorded."""
     model: str = option(default="auto", about="network: a name, or auto")

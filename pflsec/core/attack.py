@@ -22,7 +22,7 @@ Settings = Config  # in the class below, Config names the attribute
 class Reconstruction:
     """What an attack returns.
 
-    x          [R, C, H, W] as the network sees it, or None where only labels were sought
+    x          [R, C, H, W] as the network sees it, tokens int64 [R, any length] of texts, or None where only labels were sought
     y          int64 [R], or None
     objective  the attacker's own loss at x, without priors: the only number by which restarts are chosen
     labels, hidden  how labels and the client's private items were treated

@@ -84,6 +84,11 @@ def cast(items: Mapping[str, Tensor], dtype: torch.dtype) -> Items:
     return {k: v.to(dtype) if v.is_floating_point() else v for k, v in items.items()}
 
 
+def arithmetic(x: Tensor) -> torch.dtype:
+    """Return the dtype in which a network works on inputs x: their own, or torch's default one for token numbers."""
+    return x.dtype if x.is_floating_point() else torch.get_default_dtype()
+
+
 def first_nonfinite(items: Mapping[str, Tensor]) -> str | None:
     """Return the name of the first item that holds a NaN or an infinity, or None."""
     for k, v in items.items():

@@ -27,6 +27,8 @@ class Net(Protocol):
     """Names of all parameters and buffers of BatchNorm layers."""
     sample_norms: frozenset[str]
     """Names of all parameters of layers that normalise each example on its own (GroupNorm, LayerNorm)."""
+    embeddings: frozenset[str]
+    """Names of the tables of embedding layers: a row for each word."""
     classes: int
     feature_dim: int
 
@@ -39,7 +41,7 @@ class Net(Protocol):
         ...
 
     def logits(self, items: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        """Return the logits [B, classes] of inputs x [B, C, H, W]."""
+        """Return the logits [B, classes] of inputs x [B, C, H, W], or tokens [B, T]."""
         ...
 
     def fresh(self, *key: int | str) -> Items:

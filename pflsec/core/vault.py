@@ -14,10 +14,11 @@ from pflsec.core.tensors import write_items
 class VaultWriter:
     """Writes what the attacker must not see into `folder`, beside the captures.
 
-    <capture>.safetensors   x [B, C, H, W] as the network saw it (normalised), y [B], dataset_index [B], state.* (the
-                            client's private items before its local work)
+    <capture>.safetensors   x [B, C, H, W] as the network saw it (normalised), or tokens [B, T], y [B], dataset_index [B],
+                            state.* (the client's private items before its local work)
     <capture>.json          replay_residual: relative distance of the replayed from the captured uplink, at the truth
-    pool.safetensors        images [P, C, H, W] in pixel space [0, 1], dataset_index [P], mean [C, H, W] (the mean image)
+    pool.safetensors        images [P, C, H, W] in pixel space [0, 1], dataset_index [P], mean [C, H, W] (the mean image); of
+                            texts images are tokens [P, T], mean the commonest ones [T]
     """
 
     def __init__(self, folder: Path):

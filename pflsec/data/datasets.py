@@ -1,4 +1,4 @@
-"""Datasets: labelled images in memory, checked once on the way in so that nothing else has to."""
+"""Datasets: labelled images or texts in memory, checked once on the way in so that nothing else has to."""
 
 import inspect
 import os
@@ -23,16 +23,17 @@ MEMBERS = ("images", "labels", "client", "is_test", "class_names")
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Labelled images, with what is known about who made them and which of them are for testing.
+    """Labelled images or texts, with what is known about who made them and which of them are for testing.
 
     name          short name, used in messages and reports
-    images        [N, C, H, W], uint8 (0..255), or float32 in [0, 1]
+    images        [N, C, H, W], uint8 (0..255), or float32 in [0, 1]; for texts the tokens, int64 [N, T], each a place in `words`
     labels        int64 [N], each in 0..classes-1; at least two classes occur
     classes       number of classes, at least 2
     class_names   one name per class
     client_ids    int64 [N], the natural client of each row, or None
     is_test       bool [N], the rows that the publisher set aside for testing, or None
     source        where the data come from, for the report
+    words         the vocabulary of texts, those for padding and for unknown words first; None for images
 
     Raises DataError, naming the dataset, when one of these rules is broken.
     """
@@ -45,9 +46,13 @@ class Dataset:
     client_ids: np.ndarray | None
     is_test: np.ndarray | None
     source: str
+    words: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        _check_images(self.name, self.images)
+        if self.words is None:
+            _check_images(self.name, self.images)
+        else:
+            _check_tokens(self.name, self.images, len(self.words))
         _check_labels(self.name, self.labels, len(self.images), self.classes)
         if len(self.class_names) != self.classes:
             _reject(self.name, f"class_names has {len(self.class_names)} names for {self.classes} classes.")
@@ -57,7 +62,7 @@ class Dataset:
             _check_vector(self.name, "is_test", self.is_test, len(self.images), np.bool_)
 
     def pixels(self, rows: np.ndarray | Sequence[int]) -> "Tensor":
-        """Return the images with these row numbers as float32 [n, C, H, W] in [0, 1], a copy."""
+        """Return the images with these row numbers as float32 [n, C, H, W] in [0, 1], a copy; of texts the tokens [n, T]."""
         import torch
 
         images = torch.from_numpy(self.images[np.asarray(rows, dtype=np.int64)])
@@ -85,6 +90,14 @@ def _check_images(name: str, images: np.ndarray) -> None:
             f"images of a float type must lie in [0, 1], but these lie in [{low:g}, {high:g}]; "
             "undo any normalisation, or divide by 255.",
         )
+
+
+def _check_tokens(name: str, tokens: np.ndarray, words: int) -> None:
+    if tokens.ndim != 2 or 0 in tokens.shape or tokens.dtype != np.int64:
+        _reject(name, f"tokens are {tokens.dtype} {list(tokens.shape)}; give one text or more as int64 [N, T].")
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or high >= words:
+        _reject(name, f"token {low if low < 0 else high} is outside 0..{words - 1}; number the words from 0.")
 
 
 def _check_vector(name: str, what: str, values: np.ndarray, rows: int, kind: type) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pflsec.core.errors import DataError
-from pflsec.core.inputs import InputSpec
+from pflsec.core.inputs import PAD, InputSpec
 from pflsec.core.streams import numpy_stream
 from pflsec.data.datasets import Dataset
 from pflsec.data.partitions import PFLLIB, PFLLIB_TEST, assign, pfllib_compat, split
@@ -50,7 +50,10 @@ class Federation:
         return len(self.shards)
 
     def train(self, client: int) -> tuple[Tensor, Tensor]:
-        """Return a client's training rows, copied: x float32 [n, C, H, W], normalised, and y int64 [n]."""
+        """Return a client's training rows, copied: x float32 [n, C, H, W], normalised, and y int64 [n].
+
+        Of texts x is the tokens, int64 [n, T].
+        """
         return self._tensors(self._shard(client).train)
 
     def test(self, client: int) -> tuple[Tensor, Tensor]:
@@ -113,8 +116,13 @@ class Federation:
         return np.sort(np.concatenate([wanted, others]))
 
     def mean_image(self) -> Tensor:
-        """Return the mean of all training images, float32 [C, H, W], pixels in [0, 1]."""
+        """Return the best guess that needs no message: the mean of all training images, float32 [C, H, W], pixels in [0, 1].
+
+        Of texts: the tokens of which a training text is expected to hold most, int64 [T], as many as it has on average, padded.
+        """
         rows = self._training_rows()
+        if self.dataset.words is not None:
+            return torch.from_numpy(_usual_tokens(self.dataset.images[rows], len(self.dataset.words)))
         total = torch.stack([block.sum(0) for block in _blocks(self.dataset, rows)]).sum(0)
         return (total / len(rows)).float()
 
@@ -149,6 +157,8 @@ def _blocks(dataset: Dataset, rows: np.ndarray) -> Iterator[Tensor]:
 
 
 def _input_spec(dataset: Dataset, shards: Sequence[Shard]) -> InputSpec:
+    if dataset.words is not None:
+        return InputSpec(dataset.images.shape[1:], dataset.classes, (), (), len(dataset.words))
     channels, height, width = (int(n) for n in dataset.images.shape[1:])
     rows = np.concatenate([shard.train for shard in shards])
     total, squares = np.zeros(channels), np.zeros(channels)
@@ -159,6 +169,22 @@ def _input_spec(dataset: Dataset, shards: Sequence[Shard]) -> InputSpec:
     std = np.sqrt(np.maximum(squares / (len(rows) * height * width) - mean**2, 0))
     std[std < FLAT] = 1.0
     return InputSpec((channels, height, width), dataset.classes, tuple(mean.tolist()), tuple(std.tolist()))
+
+
+def _usual_tokens(tokens: np.ndarray, words: int) -> np.ndarray:
+    """Return the multiset, [T] padded, with the largest expected overlap with a text of tokens [n, T], of their mean length.
+
+    A word's k-th copy adds to the overlap in every text that has k of it, so the copies that most texts have are taken.
+    """
+    size, places = round(float((tokens != PAD).sum(1).mean())), tokens.shape[1]
+    having = np.zeros((words, places), dtype=np.int64)
+    for text in tokens:
+        for word, count in zip(*np.unique(text[text != PAD], return_counts=True), strict=True):
+            having[word, :count] += 1
+    best = np.argsort(-having.flatten(), kind="stable")[:size]
+    usual = np.full(places, PAD, dtype=np.int64)
+    usual[: len(best)] = np.sort(best // places)
+    return usual
 
 
 def _copies(images: np.ndarray) -> np.ndarray:

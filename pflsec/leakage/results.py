@@ -22,6 +22,10 @@ IMAGE_COLUMNS = (
     "capture", "position", "dataset_index", "matched", "mse", "mse_unclipped", "psnr", "psnr_capped", "ssim", "lpips",
     "label_true", "label_found", "identified", "psnr_blind", "excess_psnr", "saturated", "nonfinite",
 )  # fmt: skip
+TOKEN_COLUMNS = (
+    "capture", "position", "dataset_index", "matched", "words", "unknown", "found", "token_recall", "token_precision",
+    "set_exact", "multiset_exact", "sequence_exact", "identified", "recall_blind", "label_true", "label_found",
+)  # fmt: skip
 REPLAY_TOLERANCE = 1e-3
 """Largest relative distance, at the truth, between what the replayed and the captured uplink say about the data."""
 
@@ -64,12 +68,19 @@ def write(
     images: Sequence[Mapping[str, Any]],
     pictures: Mapping[str, Tensor],
     controls: Sequence[Mapping[str, Any]] = (),
+    texts: Sequence[Mapping[str, Any]] = (),
 ) -> None:
-    """Write an attack's results: attack.json, scores.csv, images.csv, controls.csv and reconstructions.safetensors.
+    """Write an attack's results: attack.json, scores.csv, images.csv, controls.csv and reconstructions.safetensors; and
+    tokens.csv of texts.
 
-    pictures  {capture: [B, C, H, W] in pixel space, clamped, in the order of the truth}
+    pictures  {capture: [B, C, H, W] in pixel space, clamped, in the order of the truth; or tokens [B, any length]}
+    texts     rows of tokens.csv, one for each text
     """
     write_items(folder / "reconstructions.safetensors", pictures)
+    if texts:
+        write_text(folder / "tokens.csv", to_csv(TOKEN_COLUMNS, texts))
+    else:  # an earlier result's would speak of other reconstructions
+        (folder / "tokens.csv").unlink(missing_ok=True)
     write_text(folder / "images.csv", to_csv(IMAGE_COLUMNS, images))
     write_text(folder / "controls.csv", to_csv(("control", *COLUMNS), controls))
     write_text(folder / "scores.csv", to_csv(COLUMNS, rows))

@@ -67,7 +67,7 @@ class Leakage:
     nonfinite: bool
     label_correct: float | None
     identified: float | None
-    psnr_blind: float
+    psnr_blind: float | None
     excess_psnr: float | None
 
     def row(self) -> dict[str, Any]:
@@ -88,7 +88,7 @@ class ImageScore(Leakage):
 
 @dataclass(frozen=True, kw_only=True)
 class VictimScore(Leakage):
-    """One victim batch. Labels are space-separated; label_found is in label_true's order if images match."""
+    """One victim batch. Labels are space-separated; label_found is in label_true's order if images match. Of texts: no images."""
 
     label_true: str
     label_found: str | None

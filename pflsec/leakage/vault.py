@@ -19,7 +19,7 @@ RANGE_SLACK = 1e-4  # de-normalising in float32 misses 0 and 1 by about 1e-7; a 
 
 @dataclass(frozen=True, eq=False)
 class Truth:
-    """One victim batch: x [B, C, H, W] normalised as the network saw it; y and dataset_index int64 [B].
+    """One victim batch: x [B, C, H, W] normalised as the network saw it, or tokens int64 [B, T]; y and dataset_index int64 [B].
 
     state holds the client's private items before its local work; replay_residual is the relative distance of
     the replayed from the captured uplink, at the truth, or None when it was not measured.
@@ -34,7 +34,10 @@ class Truth:
 
 @dataclass(frozen=True, eq=False)
 class Pool:
-    """The candidates: images [P, C, H, W] in [0, 1], dataset_index int64 [P], mean image [C, H, W]."""
+    """The candidates: images [P, C, H, W] in [0, 1], dataset_index int64 [P], mean image [C, H, W].
+
+    Of texts: tokens int64 [P, T] in place of images, and the commonest ones [T] in place of their mean.
+    """
 
     images: Tensor
     dataset_index: Tensor
@@ -52,7 +55,7 @@ class Vault:
         name = safe_name(capture_id, "the capture id")
         path = self.folder / f"{name}.safetensors"
         items = read_items(path, f"the truth of capture {name}")
-        x = _floats(items, "x", ("B", "C", "H", "W"), path)
+        x = _tokens(items, "x", 2, path) if _is_text(items, "x") else _floats(items, "x", ("B", "C", "H", "W"), path)
         y = _integers(items, "y", x.shape[0], path)
         index = _integers(items, "dataset_index", x.shape[0], path)
         facts = self.folder / f"{name}.json"
@@ -82,8 +85,11 @@ class Vault:
         """Return the identification pool, clamped to [0, 1]; RunError if missing or damaged."""
         path = self.folder / "pool.safetensors"
         items = read_items(path, "the pool of candidate images")
-        images = _pixels(_floats(items, "images", ("P", "C", "H", "W"), path), "images", path)
-        mean = _pixels(_floats(items, "mean", ("C", "H", "W"), path), "mean", path)
+        if _is_text(items, "images"):
+            images, mean = _tokens(items, "images", 2, path), _tokens(items, "mean", 1, path)
+        else:
+            images = _pixels(_floats(items, "images", ("P", "C", "H", "W"), path), "images", path)
+            mean = _pixels(_floats(items, "mean", ("C", "H", "W"), path), "mean", path)
         if mean.shape != images.shape[1:]:
             raise _damaged(path, f"the mean image is {list(mean.shape)}, the images {list(images.shape[1:])}")
         return Pool(images, _integers(items, "dataset_index", images.shape[0], path), mean)
@@ -106,6 +112,18 @@ def _floats(items: Items, name: str, axes: tuple[str, ...], path: Path) -> Tenso
         raise _damaged(path, f"'{name}' is {found}; it must be floating point [{wanted}] and not empty")
     if not torch.isfinite(tensor).all():
         raise _damaged(path, f"'{name}' holds a NaN or an infinity")
+    return tensor
+
+
+def _is_text(items: Items, name: str) -> bool:
+    return name in items and items[name].dtype == torch.int64 and items[name].dim() < 3
+
+
+def _tokens(items: Items, name: str, axes: int, path: Path) -> Tensor:
+    tensor = _item(items, name, path)
+    if tensor.dtype != torch.int64 or tensor.dim() != axes or not tensor.numel() or int(tensor.min()) < 0:
+        found = f"{tensor.dtype} {list(tensor.shape)}"
+        raise _damaged(path, f"'{name}' is {found}; it must be token numbers, int64 of {axes} axes, and not empty")
     return tensor
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pflsec.core.errors import ModelError
+from pflsec.core.inputs import example
 from pflsec.core.items import Items
 from pflsec.core.network import Statistics
 from pflsec.core.streams import seed_of
@@ -25,9 +26,10 @@ class Network:
     """A module as a pure function of named items `body.*` and `head.*` (see pflsec.core.network.Net).
 
     factory  builds the module, drawing its parameters from torch's global generator
-    shape    of one input, (C, H, W)
+    shape    of one input, (C, H, W) or (T,)
     split    name of the layer with which the head begins; None: the last layer that has parameters
     frozen   the running statistics of BatchNorm layers are constants, (0, 1), and no items; training uses them as testing
+    vocabulary  inputs are texts of shape (T,) of so many words; None: images (see pflsec.core.inputs.InputSpec)
 
     torch's BatchNorm layers are replaced by ours, with the same values. Raises ModelError when the module has layers that
     cannot be replayed, or when it cannot be cut there.
@@ -41,12 +43,13 @@ class Network:
         split: str | None = None,
         *,
         frozen: bool = False,
+        vocabulary: int | None = None,
     ):
         self._factory, self.frozen = factory, frozen
         with torch.random.fork_rng(devices=[]):
             module = self._made()
         _refuse_layers(module)
-        self.shape, self.classes = tuple(shape), classes
+        self.shape, self.classes, self.vocabulary = tuple(shape), classes, vocabulary
         self.split = split or _last_layer(module)
         self._body, self._head = _cut(module, self.split)
         self._layers = [m for m in module.modules() if isinstance(m, BatchNorm)]
@@ -61,6 +64,7 @@ class Network:
         items = {id(slots[key]): name for name, _, slots, key in held}
         self.names: Mapping[str, str] = {path: items[id(v)] for path, v in _values_in(module) if id(v) in items}
         """Item of every parameter and buffer by the module's own name for it, as in its state_dict."""
+        self.embeddings = frozenset(name for name, owner, _, _ in held if isinstance(owner, nn.Embedding))
         self._check(module)
 
     def features(self, items: Mapping[str, Tensor], x: Tensor) -> Tensor:
@@ -74,7 +78,7 @@ class Network:
         return self._head(z.unflatten(1, self._cut_shape))
 
     def logits(self, items: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        """Return the logits [B, classes] of inputs x [B, C, H, W]."""
+        """Return the logits [B, classes] of inputs x [B, C, H, W], or tokens [B, T]."""
         self._write(items, "body.")
         self._write(items, "head.")
         return self._head(self._body(x))
@@ -140,7 +144,7 @@ class Network:
     @torch.no_grad()
     def _check(self, module: nn.Module) -> None:
         """Run one input through the module and through the two halves: the cut must not change the function."""
-        x = torch.linspace(-1, 1, torch.Size(self.shape).numel()).reshape(1, *self.shape)
+        x = example(self.shape, self.vocabulary)
         try:
             whole = module(x)
         except Exception as error:

@@ -12,6 +12,7 @@ import pflsec
 from pflsec.core import methodfile, registry
 from pflsec.core.contract import Direction, kind_of
 from pflsec.core.network import buffer_in
+from pflsec.models import catalogue
 from pflsec.runtime.folder import SCHEMA
 from pflsec.runtime.setup import Setup
 
@@ -23,6 +24,7 @@ def describe(setup: Setup, name: str, dp: Mapping[str, Any] | None = None) -> di
     config, algorithm, federation = setup.config, setup.algorithm, setup.federation
     card = registry.card("algorithms", config.algo)
     dataset = federation.dataset
+    words = {"words": list(dataset.words)} if dataset.words else {}
     return {
         "schema": SCHEMA,
         "name": name,
@@ -51,9 +53,10 @@ def describe(setup: Setup, name: str, dp: Mapping[str, Any] | None = None) -> di
             "input": federation.input.as_dict(),
             "partition": federation.fingerprint(),
             "histogram": federation.histogram(),
+            **words,
         },
         "model": {
-            "name": "cnn" if config.model == "auto" else config.model,
+            "name": catalogue.resolved(config.model, federation.input.vocabulary),
             "split": setup.net.split,
             "parameters": setup.net.size(),
             "bn_buffers": config.buffers if setup.net.batchnorms else "n/a",

@@ -11,7 +11,7 @@ from torch import Tensor
 from pflsec.core.algorithm import Algorithm
 from pflsec.core.contract import kind_of
 from pflsec.core.errors import ConfigError, Inconclusive, NotApplicable
-from pflsec.core.items import Items, cast, detached, floating, select
+from pflsec.core.items import Items, arithmetic, cast, detached, floating, select
 from pflsec.models.network import Network
 from pflsec.training.local import Driver, LocalWork, Unrolled
 from pflsec.wire.capture import Capture, Record
@@ -77,7 +77,7 @@ class Replay:
 
     def pullback(self, x: Tensor, u: Tensor) -> Items:
         """Return the gradient of sum_i <u_i, body(x_i)> in the body at the start (see Capture.pullback)."""
-        body = select(self.algorithm.start(*self._constants(x.dtype)), "body")
+        body = select(self.algorithm.start(*self._constants(arithmetic(x))), "body")
         if body.keys() != {name for name in self.net.shapes if name.startswith("body.")}:
             return {}
         if self._features_alone is None:
@@ -92,7 +92,7 @@ class Replay:
     def _moved_by_features_alone(self) -> bool:
         """Return whether the body stands still where its features pass no gradient on: judged on a batch of noise."""
         rng = torch.Generator().manual_seed(self.seed % 2**63)
-        x = torch.randn(self.record.batch, *self.record.input.shape, generator=rng, dtype=torch.float64)
+        x = self.record.input.noise(self.record.batch, rng, torch.float64)
         y = torch.full((self.record.batch, self.record.input.classes), 1 / self.record.input.classes, dtype=x.dtype)
         state, severed = newcomer(self.algorithm, self.net, rng), Severed(self.net)
         twin = type(self.algorithm)(self.algorithm.cfg, severed, self.algorithm.clients)
@@ -103,9 +103,9 @@ class Replay:
         return left <= SEVERED_REST * usual
 
     def _change(self, algorithm: Algorithm[Any], net: Network, x: Tensor, y: Tensor, state: Items) -> Items:
-        reference, down = self._constants(x.dtype)
+        reference, down = self._constants(arithmetic(x))
         ctx = local_work(net, self.record, x, y, self.seed)
-        done = algorithm.local(ctx, cast(state, x.dtype), down)
+        done = algorithm.local(ctx, cast(state, arithmetic(x)), down)
         return algorithm.change(reference, down, done.up, self.record.lr, self.record.steps)
 
     def _constants(self, dtype: torch.dtype) -> tuple[Items, Items]:
@@ -246,7 +246,7 @@ def residual(
     learning rate. This is the consistency check of a capture: where it is not tiny, no attack on it means anything.
     """
     ctx = local_work(net, record, x, y, seed)
-    again = algorithm.local(ctx, cast(state, x.dtype), cast(record.down, x.dtype)).up
+    again = algorithm.local(ctx, cast(state, arithmetic(x)), cast(record.down, arithmetic(x))).up
     if {k: v.shape for k, v in again.items()} != {k: v.shape for k, v in up.items()}:
         return float("inf")
     was, down = (cast(items, torch.float64) for items in (state, record.down))

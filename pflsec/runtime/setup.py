@@ -74,7 +74,10 @@ def prepare(config: TrainConfig, dataset: Dataset | None = None) -> Setup:
 
 def rebuild(config: TrainConfig, spec: InputSpec) -> tuple[Network, Algorithm[Any]]:
     """Return network and method of a run, without its data."""
-    net = catalogue.build(config.model, spec.shape, spec.classes, config.split, frozen=config.buffers == "frozen")
+    frozen = config.buffers == "frozen"
+    net = catalogue.build(
+        config.model, spec.shape, spec.classes, config.split, frozen=frozen, vocabulary=spec.vocabulary
+    )
     kind = registry.load("algorithms", config.algo)
     _check_buffers(config, net, kind)
     algorithm = kind(build_config(kind.Config, config.settings, config.algo), net, config.clients)

@@ -17,7 +17,7 @@ from pflsec.core.errors import RunError
 from pflsec.core.files import plain, to_json
 from pflsec.core.inputs import InputSpec
 from pflsec.core.knowledge import Knows
-from pflsec.leakage import results
+from pflsec.leakage import results, texts
 from pflsec.leakage.controls import verdict
 from pflsec.leakage.matching import assign
 from pflsec.leakage.perceptual import Perceptual
@@ -31,6 +31,7 @@ from pflsec.wire.store import CaptureStore
 if TYPE_CHECKING:
     import pandas
 
+NO_IMAGE = "texts have no image measures: see tokens.csv"
 OnVictim = Callable[[str, int, int, Mapping[str, Any]], None]
 OnControl = Callable[[str, Mapping[str, Any]], None]
 Row = dict[str, Any]
@@ -59,6 +60,13 @@ class Scores:
 
         return next(a.scores for a in read(self.path.parents[1]).attacks if a.id == self.path.name)
 
+    @property
+    def tokens(self) -> "pandas.DataFrame":
+        """A row per text, with the columns of tokens.csv; no rows where the data are images."""
+        from pflsec.reports.load import load_run as read
+
+        return next(a.tokens for a in read(self.path.parents[1]).attacks if a.id == self.path.name)
+
 
 class AttackSession:
     """Attacks on one run with one set of options. Opens the vault for scoring, and for what the threat model grants."""
@@ -70,7 +78,7 @@ class AttackSession:
         self.epsilon = folder.last_metrics().get("epsilon")
         self.captures = attacking.selected(folder, config)
         weights = Path(config.lpips_weights) if config.lpips_weights else None
-        self.perceptual = Perceptual.find(config.lpips, weights)
+        self.perceptual = Perceptual.find(config.lpips if self.spec.vocabulary is None else "none", weights)
         self.vault = Vault(folder.vault)
         self.pool: Pool | None = self.vault.pool() if (folder.vault / "pool.safetensors").exists() else None
         private = attacking.check(folder, self.captures, config.visible or ())
@@ -115,6 +123,7 @@ class AttackSession:
         began, started = time.perf_counter(), manifest.now()
         rows: list[Row] = []
         images: list[Row] = []
+        tokens: list[Row] = []
         pictures: dict[str, Tensor] = {}
         victims: dict[str, Row] = {}
         controls: list[Row] = []
@@ -125,6 +134,7 @@ class AttackSession:
             for tried in self._tried(name, refused):
                 row, scored, picture = self._row(name, tried)
                 rows.append(row)
+                tokens += self._token_rows(tried)
                 victims[tried.capture] = {k: getattr(tried.result, k, None) for k in ("failures", "trace")}
                 if scored is not None:
                     images += results.image_rows(tried.capture, scored)
@@ -143,7 +153,7 @@ class AttackSession:
                 meta = self._meta(name, made, path.name, started, time.perf_counter() - began, state)
                 secure(path)
                 meta |= {"victims": victims, "controls": self._verdicts(rows, controls)}
-                results.write(path, meta, rows, images, pictures, controls)
+                results.write(path, meta, rows, images, pictures, controls, tokens)
         if pictures and self.pool is not None:
             from pflsec.reports.figures import write_gallery
 
@@ -243,19 +253,13 @@ class AttackSession:
             row |= {"attack_valid": valid, "reason": self._reason(tried, why, "not scored: the run has no vault")}
             return row, None, self._picture(result, None)
         truth = self.vault.truth(tried.capture)
-        scored = score(
-            truth,
-            result.x if result else None,
-            result.y if result else None,
-            self.spec.pixels,
-            self.pool,
-            self.perceptual,
-        )
+        scored = self._score(tried, truth)[0]
         row |= {k: v for k, v in scored.row().items() if k in results.COLUMNS}
         row["status"] = "nonfinite" if scored.nonfinite else row["status"]
         valid, why = self._validity(tried, row["status"], truth)
         row |= {"dataset_index": " ".join(map(str, truth.dataset_index.tolist())), "attack_valid": valid}
-        row["reason"] = self._reason(tried, why)
+        no_image = "" if result is None or self.spec.vocabulary is None else NO_IMAGE
+        row["reason"] = self._reason(tried, why, no_image)
         return row, scored, self._picture(result, truth)
 
     def _reason(self, tried: attacking.Attempt, *more: str) -> str:
@@ -270,8 +274,25 @@ class AttackSession:
             return False, why
         return (None, "") if truth is None else results.validity(truth.replay_residual)
 
+    def _score(self, tried: attacking.Attempt, truth: Truth) -> tuple[VictimScore, list[texts.TextScore]]:
+        assert self.pool is not None
+        x, y = (tried.result.x, tried.result.y) if tried.result else (None, None)
+        if self.spec.vocabulary is not None:
+            return texts.score(truth, x, y, self.pool)
+        return score(truth, x, y, self.spec.pixels, self.pool, self.perceptual), []
+
+    def _token_rows(self, tried: attacking.Attempt) -> list[dict[str, Any]]:
+        if self.pool is None or self.spec.vocabulary is None:
+            return []
+        found = self._score(tried, self.vault.truth(tried.capture))[1]
+        return [one.row() | {"capture": tried.capture} for one in found]
+
     def _picture(self, result: Any, truth: Truth | None) -> Tensor | None:
-        return None if result is None or result.x is None else as_pictures(self.spec, result.x, truth)
+        if result is None or result.x is None:
+            return None
+        if self.spec.vocabulary is not None:
+            return texts.in_order(None if truth is None else truth.x, result.x)
+        return as_pictures(self.spec, result.x, truth)
 
     def _id(self, name: str, made: Attack[Any]) -> str:
         facts = [made.cfg.model_dump(), self.config.adversary, self.config.knowledge, self.config.seed, self.captures]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pflsec.core.defense import Guard
 from pflsec.core.errors import PrivacyError
-from pflsec.core.items import Items
+from pflsec.core.items import Items, arithmetic
 from pflsec.core.local import Local, LossPerExample, Penalty, Projection, Stop
 from pflsec.core.network import Net, buffer_in
 from pflsec.core.streams import stream
@@ -84,7 +84,7 @@ class Unrolled:
 class LocalWork:
     """The context of one client's local work (see pflsec.core.local.Local for what a method may rely on).
 
-    x  [n, C, H, W] as the network sees it      y  int64 [n], or probabilities [n, classes]
+    x  [n, C, H, W] as the network sees it, or tokens int64 [n, T]      y  int64 [n], or probabilities [n, classes]
     """
 
     net: Net
@@ -211,7 +211,7 @@ class LocalWork:
 
     def one_hot(self, y: Tensor) -> Tensor:
         # By comparison: F.one_hot looks at the values, which is refused where a guard maps over the examples.
-        return y if y.is_floating_point() else (y[..., None] == torch.arange(self.net.classes)).to(self.x.dtype)
+        return y if y.is_floating_point() else (y[..., None] == torch.arange(self.net.classes)).to(arithmetic(self.x))
 
     def ce(self, params: Mapping[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
         return cross_entropy(self.net.logits(params, x), y)

@@ -132,8 +132,8 @@ class Capture:
     def replay(self, x: Tensor, y: Tensor, state: Items) -> Items:
         """Return what the client would have sent for this batch, as `target` shows it; differentiable in all arguments.
 
-        x [B, C, H, W] as the network sees it, any float dtype; y int64 [B] or probabilities [B, classes]; state: the
-        client's private items.
+        x [B, C, H, W] as the network sees it, any float dtype; of texts tokens [B, T], or soft ones [B, T, vocabulary];
+        y int64 [B] or probabilities [B, classes]; state: the client's private items.
         """
         return self.replay_fn(x, y, state)
 

@@ -12,7 +12,10 @@ from pflsec.core.config import build
 from pflsec.core.errors import ConfigError, KnowledgeError
 from pflsec.core.knowledge import ADVERSARIES, Knows, ThreatModel
 
-every_attack = pytest.mark.parametrize("name", registry.names("attacks"))
+MATCHING = [
+    name for name in registry.names("attacks") if "hidden" in registry.load("attacks", name).Config.model_fields
+]
+every_attack = pytest.mark.parametrize("name", MATCHING)
 
 
 def made(name: str, **options: Any) -> Attack[Any]:

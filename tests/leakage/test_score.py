@@ -213,6 +213,7 @@ def test_labels_without_images(pool):
         assert getattr(result, name) is None
     assert result.excess_psnr is None
     assert (result.ssim_variant, result.lpips_status) == ("no-reconstruction", "off")
+    assert result.psnr_blind
     assert result.psnr_blind > 0
     assert [one.label_true for one in result.images] == [3, 4]
     assert [one.label_found for one in result.images] == [None, None]

@@ -1,0 +1,1 @@
+"""Attacks that read the data off a message by algebra, without any search."""

@@ -273,7 +273,8 @@ def headline_table(runs: Iterable[RunData]) -> pd.DataFrame:
     note               why this is no claim ("n too small", "illustrates only"), or why there is no number
     Restarts are the attacker's choice, by the objective: nothing here is selected by the truth within one victim.
     """
-    return pd.DataFrame([_headline(run) for run in runs], columns=list(HEADLINE))
+    table = pd.DataFrame([_headline(run) for run in runs], columns=list(HEADLINE))
+    return table.astype(dict.fromkeys(("round", "client", "victim", "n", "clients"), "Int64"))
 
 
 def _headline(run: RunData) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from pflsec.cli.app import main
 from pflsec.reports import figures
 
 TRAIN = ("train", "--model", "mlp", "--clients", "4", "--rounds", "1", "--partition", "iid", "--victims", "1")
-QUICK = ("--restarts", "1", "--iterations", "2", "--executor", "serial", "--lpips", "none", "--no-controls")
+QUICK = ("--restarts", "1", "--iterations", "2", "--executor", "serial", "--no-controls", "--lpips", "none")
 
 
 @dataclass(frozen=True)

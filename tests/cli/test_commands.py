@@ -191,6 +191,7 @@ def test_an_attack_writes_a_row_for_every_victim_under_the_agreed_columns(cli: C
     assert {p.name for p in folder.iterdir()} == {
         "attack.json",
         "scores.csv",
+        "controls.csv",
         "images.csv",
         "reconstructions.safetensors",
     }

@@ -92,6 +92,10 @@ def test_the_page_is_well_made(report):
 def test_the_page_says_what_was_found(report):
     text = seen(report).text
     for words_found in (
+        "Worst case over rounds and victims, on what the wire shows: 30.0 dB by dlg (round 0, client 0, victim 0; a blind guess: "
+        "12.0 dB). Over the 12 victims of that attack: mean 30.0 dB [30.0, 30.0]; 100.0 % [75.8 %, 100.0 %] reach 20 dB.",
+        "There is no worst case: no attack on what the wire shows gave an image that counts.",
+        "dlg: controls: not run (the attack is of a version without them).",
         "Mean personal accuracy is 70.0 % after 3 of 3 rounds; the worst tenth of the clients has 45.0 %.",
         "has 45.0 %, the global model 40.0 %.",
         "Worst attack on what the wire shows: dlg by the server, median PSNR 30.0 dB over 12 victims, on average "
@@ -113,7 +117,7 @@ def test_the_page_says_what_was_found(report):
 
 def test_tables_and_figures_are_files_too(report):
     out = report.parent
-    for name in ("accuracy", "leakage", "victims", "wire", "configuration"):
+    for name in ("headline", "accuracy", "leakage", "victims", "wire", "configuration"):
         rows = json.loads((out / "tables" / f"{name}.json").read_text(), parse_constant=pytest.fail)
         with (out / "tables" / f"{name}.csv").open() as file:
             assert len(list(csv.DictReader(file))) == len(rows) > 0
@@ -216,6 +220,20 @@ def test_few_victims_are_too_few_for_an_interval(tmp_path):
     assert "18.0 dB above a blind guess (n too small)" in text
     assert "100.0 % (n too small)" in text
     assert "nothing follows from this number alone" in text
+
+
+def test_a_failed_control_and_victims_that_cannot_speak_stand_on_the_page_in_words(tmp_path):
+    run = write_run(tmp_path / "rep")
+    rows = [score(run, c) for c in CAPTURES[:3]]
+    rows[2] |= {"attack_valid": False, "reason": "the gradient has vanished"}
+    failed = {"verdict": "failed", "reason": "2.0 dB above a blind guess; 10 are needed"}
+    write_attack(run, rows, controls={"positive": failed, "negative": {"verdict": "passed", "reason": "x"}})
+    page = seen(write([run], tmp_path / "out", originals=False))
+    assert "does not even rebuild an image that must leak (2.0 dB above a blind guess; 10 are needed)" in page.text
+    assert (
+        "rep, dlg: not valid for 1 of 3 victims, which is no sign of privacy: the gradient has vanished." in page.text
+    )
+    assert any(attributes.get("class") == "warn" for attributes in page.all("p"))
 
 
 def test_what_does_not_rise_above_a_blind_guess_is_not_called_a_leak(tmp_path):

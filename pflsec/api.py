@@ -3,16 +3,16 @@
 import hashlib
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from pflsec.config.attack import AttackConfig, attack_names, make_attack
+from pflsec.config.attack import AttackConfig, ready_attacks
 from pflsec.config.train import resolve, run_name
 from pflsec.core import methodfile, registry
 from pflsec.core.attack import Attack
@@ -24,9 +24,10 @@ from pflsec.data.datasets import Dataset
 from pflsec.leakage import results
 from pflsec.leakage.matching import assign
 from pflsec.leakage.perceptual import Perceptual
-from pflsec.leakage.score import VictimScore, score
-from pflsec.leakage.vault import Pool, Truth, Vault
+from pflsec.leakage.score import VictimScore, parts, score
+from pflsec.leakage.vault import Pool, Truth, Vault, joined
 from pflsec.runtime import attacking, checkpoint, manifest, privacy
+from pflsec.runtime.active import Client
 from pflsec.runtime.estimate import Cost
 from pflsec.runtime.estimate import estimate as _estimate
 from pflsec.runtime.executor import Executor, Serial
@@ -34,10 +35,13 @@ from pflsec.runtime.folder import RunFolder, attack_folder, secure
 from pflsec.runtime.pool import Processes
 from pflsec.runtime.rounds import play
 from pflsec.runtime.setup import Setup, prepare
+from pflsec.runtime.views import groups
 from pflsec.wire.store import CaptureStore
 
 if TYPE_CHECKING:
     import pandas
+
+UNSCORED = "not scored: the run has no vault"
 
 OnRound = Callable[[int, Mapping[str, Any]], None]
 OnVictim = Callable[[str, int, int, Mapping[str, Any]], None]
@@ -226,14 +230,13 @@ def attack(
 
     run      a Run, its folder or name; None: the newest
     attacks  "dlg", "dlg,ig", a list of names, or "all"
-    options  as on the command line, with underscores: knowledge="oracle", restarts=2, settings={"tv": 1e-4}
+    options  as on the command line, with underscores: knowledge="oracle", threat_model="F", restarts=2, settings={"tv": 1e-4}
     Raises PflsecError before anything runs when the adversary lacks knowledge that was asked for.
     """
     config = build(AttackConfig, {"executor": "serial", **options}, "attack")
     folder = RunFolder.open(run.path if isinstance(run, Run) else run, Path(runs_dir))
-    names = attack_names(attacks)
     session = AttackSession(folder, config)
-    ready = [(name, make_attack(name, config)) for name in names]
+    ready = ready_attacks(attacks, config)
     found = [session.run(name, made, on_victim) for name, made in ready]
     return found[0] if isinstance(attacks, str) and len(found) == 1 else found
 
@@ -254,6 +257,8 @@ class AttackSession:
         attacking.check(folder, self.captures)
         for capture in self.captures if self.pool is not None else ():
             self.vault.truth(capture)
+        store = CaptureStore(folder.captures)
+        self.groups = groups(config.threat, {name: store.header(name) for name in self.captures})
 
     def run(self, name: str, made: Attack[Any], on_victim: OnVictim) -> Scores:
         """Run one attack on all selected captures and write its folder.
@@ -270,14 +275,14 @@ class AttackSession:
         state = "interrupted"
         try:
             for tried in attacking.attempts(self._targets(name), self.config.executor, self.config.workers):
-                row, scored, picture = self._row(name, tried)
-                rows.append(row)
-                victims[tried.capture] = {k: getattr(tried.result, k, None) for k in ("failures", "trace")}
-                if scored is not None:
-                    images += results.image_rows(tried.capture, scored)
-                if picture is not None:
-                    pictures[tried.capture] = picture
-                on_victim(name, len(rows), len(self.captures), row)
+                for capture, row, scored, picture in self._rows(name, tried):
+                    rows.append(row)
+                    victims[capture] = {k: getattr(tried.result, k, None) for k in ("failures", "trace")}
+                    if scored is not None:
+                        images += results.image_rows(capture, scored)
+                    if picture is not None:
+                        pictures[capture] = picture
+                    on_victim(name, len(rows), len(self.captures), row)
             state = "done"
         except Exception:
             state = "failed"
@@ -294,19 +299,65 @@ class AttackSession:
         return Scores(path)
 
     def _targets(self, name: str) -> list[attacking.Target]:
-        knows, path = self.config.threat.knows, self.folder.path
-        targets = []
-        for capture in self.captures:
-            truth = self.vault.truth(capture) if knows & {Knows.LABELS, Knows.PRIVATE} else None
-            labels = truth.y if truth and Knows.LABELS in knows else None
-            state = truth.state if truth and Knows.PRIVATE in knows else None
-            targets.append(attacking.Target(path, capture, name, self.config, labels, state))
-        return targets
+        targets = [[self._target(name, capture) for capture in group] for group in self.groups]
+        return [replace(first, others=tuple(others)) for first, *others in targets]
 
-    def _row(self, name: str, tried: attacking.Attempt) -> tuple[dict[str, Any], VictimScore | None, Tensor | None]:
-        """Return the victim's row, its score, and its pictures in the order of the truth."""
-        header = CaptureStore(self.folder.captures).header(tried.capture)
-        result = tried.result
+    def _target(self, name: str, capture: str) -> attacking.Target:
+        """Return one capture to attack, with the truth that the threat model grants. Only where there is some is it read."""
+        knows, path = self.config.threat.knows, self.folder.path
+        active = Knows.DOWNLINK in registry.load("attacks", name).needs
+        granted = knows & {Knows.LABELS, Knows.LABEL_HIST, Knows.PRIVATE}
+        truth = self.vault.truth(capture) if granted or active else None
+        if truth is None:
+            return attacking.Target(path, capture, name, self.config, None, None)
+        return attacking.Target(
+            path,
+            capture,
+            name,
+            self.config,
+            labels=truth.y if Knows.LABELS in knows else None,
+            state=truth.state if Knows.PRIVATE in knows else None,
+            counts=torch.bincount(truth.y, minlength=self.spec.classes) if Knows.LABEL_HIST in knows else None,
+            own=Client(truth.x, truth.y, truth.state) if active else None,
+        )
+
+    def _rows(
+        self, name: str, tried: attacking.Attempt
+    ) -> Iterator[tuple[str, dict[str, Any], VictimScore | None, Tensor | None]]:
+        """Yield for each capture that was attacked: its id, its row, its score, and its pictures in the order of the truth.
+
+        Captures that were seen as one batch are scored as one, and each row holds what came of its own images.
+        """
+        captures, result = [tried.capture, *tried.others], tried.result
+        if self.pool is None:
+            why = tried.reason if result is None else "; ".join(filter(None, (tried.reason, UNSCORED)))
+            for i, capture in enumerate(captures):
+                picture = None if i else self._picture(result, None)
+                yield capture, self._row(name, capture, tried) | {"reason": why}, None, picture
+            return
+        truths = [self.vault.truth(capture) for capture in captures]
+        found = score(
+            joined(truths),
+            result.x if result else None,
+            result.y if result else None,
+            self.spec.pixels,
+            self.pool,
+            self.perceptual,
+        )
+        whole, at = self._picture(result, joined(truths)), 0
+        for capture, truth, scored in zip(captures, truths, parts(found, [len(t.x) for t in truths]), strict=True):
+            row, (valid, why) = self._row(name, capture, tried), results.validity(truth.replay_residual)
+            row |= {k: v for k, v in scored.row().items() if k in results.COLUMNS}
+            row |= {"dataset_index": " ".join(map(str, truth.dataset_index.tolist())), "attack_valid": valid}
+            row["reason"] = "; ".join(filter(None, (tried.reason, why)))
+            if scored.nonfinite:
+                row["status"] = "nonfinite"
+            yield capture, row, scored, None if whole is None else whole[at : at + len(truth.x)]
+            at += len(truth.x)
+
+    def _row(self, name: str, capture: str, tried: attacking.Attempt) -> dict[str, Any]:
+        """Return what a row says of a capture and of the attack, without scores."""
+        header, result = CaptureStore(self.folder.captures).header(capture), tried.result
         row: dict[str, Any] = {
             "run": self.folder.path.name,
             "algo": self.card.key,
@@ -322,28 +373,7 @@ class AttackSession:
         } | {k: header[k] for k in ("kind", "round", "client", "victim", "batch", "steps")}
         if result is not None:
             row |= {k: getattr(result, k) for k in ("labels", "hidden", "iterations", "restarts", "objective")}
-        if self.pool is None:
-            return (
-                row | {"reason": row["reason"] or "not scored: the run has no vault"},
-                None,
-                self._picture(result, None),
-            )
-        truth = self.vault.truth(tried.capture)
-        scored = score(
-            truth,
-            result.x if result else None,
-            result.y if result else None,
-            self.spec.pixels,
-            self.pool,
-            self.perceptual,
-        )
-        valid, why = results.validity(truth.replay_residual)
-        row |= {k: v for k, v in scored.row().items() if k in results.COLUMNS}
-        row |= {"dataset_index": " ".join(map(str, truth.dataset_index.tolist())), "attack_valid": valid}
-        row["reason"] = "; ".join(filter(None, (tried.reason, why)))
-        if scored.nonfinite:
-            row["status"] = "nonfinite"
-        return row, scored, self._picture(result, truth)
+        return row
 
     def _picture(self, result: Any, truth: Truth | None) -> Tensor | None:
         if result is None or result.x is None:
@@ -368,6 +398,7 @@ class AttackSession:
             "sections": card.sections,
             "config": plain(made.cfg.model_dump()),
             "threat_model": {
+                "letter": self.config.threat_model,
                 "adversary": threat.adversary,
                 "knowledge": threat.knowledge,
                 "knows": [k.value for k in Knows if k in threat.knows],

@@ -21,9 +21,13 @@ def attack(
     iterations: Annotated[int | None, typer.Option(help="Iterations. [default: the attack's]")] = None,
     restarts: Annotated[int | None, typer.Option(help="Attempts from new starts. [default: the attack's]")] = None,
     adversary: Annotated[
-        str, typer.Option(help="server, eavesdropper, client, server-secagg or malicious-server.")
-    ] = "server",
-    knowledge: Annotated[str, typer.Option(help="wire, oracle, or wire+FLAG,FLAG.")] = "wire",
+        str | None,
+        typer.Option(help="server, eavesdropper, client, server-secagg or malicious-server. [default: server]"),
+    ] = None,
+    knowledge: Annotated[str | None, typer.Option(help="wire, oracle, or wire+FLAG,FLAG. [default: wire]")] = None,
+    threat_model: Annotated[
+        str | None, typer.Option(help="A letter A to H of a survey (A eavesdropper ... F malicious server), for both.")
+    ] = None,
     labels: Annotated[str | None, typer.Option(help="restore, optimise or known. [default: the attack's]")] = None,
     hidden: Annotated[
         str | None,
@@ -50,13 +54,17 @@ def attack(
       pflsec attack dlg,ig my-run --restarts 2
 
       pflsec attack ig my-run --knowledge oracle --rounds 0
+
+      pflsec attack imprint my-run --threat-model F
     """
     from pflsec import api
-    from pflsec.config.attack import AttackConfig, attack_names, make_attack
+    from pflsec.config.attack import AttackConfig, ready_attacks
     from pflsec.config.train import parse_assignments, split_assignments
     from pflsec.core.config import build
+    from pflsec.core.knowledge import letter_words
     from pflsec.runtime.folder import RunFolder
 
+    who = {"adversary": adversary, "knowledge": knowledge, "threat_model": threat_model}
     options = {
         "rounds": _numbers(rounds, "--rounds"),
         "clients": _numbers(clients, "--clients"),
@@ -66,17 +74,18 @@ def attack(
             "kind": kind,
             "iterations": iterations,
             "restarts": restarts,
-            "adversary": adversary,
-            "knowledge": knowledge,
         },
+        **{k: v for k, v in who.items() if v is not None},
         **{"labels": labels, "hidden": hidden, "lpips": lpips, "seed": seed, "executor": executor, "workers": workers},
         "device": device,
     }
     config = build(AttackConfig, options, "attack")
-    names = attack_names(attacks)
-    ready = [(name, make_attack(name, config)) for name in names]
+    ready = ready_attacks(attacks, config)
+    names = [name for name, _ in ready]
     session = api.AttackSession(RunFolder.open(run, runs_dir), config)
     say(f"{', '.join(names)} on run {session.folder.path.name}: {len(session.captures)} victims each")
+    if config.threat_model:
+        say(f"threat model {config.threat_model}: {letter_words(config.threat_model)}")
     if session.perceptual.status not in ("ok", "off"):
         say(f"note: LPIPS is not available ({session.perceptual.status}). {session.perceptual.remedy}")
     if dry_run:

@@ -3,13 +3,13 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from pflsec.core import registry
 from pflsec.core.attack import Attack
 from pflsec.core.config import Config, at_least, build, option
 from pflsec.core.errors import ConfigError
-from pflsec.core.knowledge import Knows, ThreatModel
+from pflsec.core.knowledge import POWERS, Knows, ThreatModel, letter
 
 
 class AttackConfig(Config):
@@ -22,6 +22,7 @@ class AttackConfig(Config):
     restarts: int | None = at_least(1, default=None)
     adversary: str = option(default="server")
     knowledge: str = option(default="wire")
+    threat_model: str | None = Field(default=None, description="a letter that stands for adversary and knowledge")
     labels: Literal["restore", "optimise", "known"] | None = option(default=None)
     hidden: Literal["auto", "guess", "joint", "cotangent", "log", "oracle"] | None = option(default=None)
     settings: dict[str, Any] = Field(default_factory=dict)
@@ -31,6 +32,18 @@ class AttackConfig(Config):
     executor: Literal["auto", "serial", "processes"] = option(default="auto")
     workers: int | None = at_least(1, default=None)
     device: Literal["auto", "cpu"] = option(default="auto")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _spelt_out(cls, values: Any) -> Any:
+        """Put adversary and knowledge in the place of a letter. Raises ConfigError when one of them is given as well."""
+        name = values.get("threat_model") if isinstance(values, Mapping) else None
+        if name is None:
+            return values
+        if both := [f"--{k}" for k in ("adversary", "knowledge") if k in values]:
+            raise ConfigError(f"--threat-model says who attacks, knowing what: leave {' and '.join(both)} out, or it.")
+        found = letter(str(name))
+        return {**values, "threat_model": str(name).upper(), "adversary": found.adversary, "knowledge": found.knowledge}
 
     @property
     def threat(self) -> ThreatModel:
@@ -44,6 +57,14 @@ def attack_names(text: str | Sequence[str]) -> list[str]:
     if words == ["all"]:
         return registry.names("attacks")
     return list(dict.fromkeys(registry.find("attacks", word.strip()) for word in words))
+
+
+def ready_attacks(text: str | Sequence[str], config: AttackConfig) -> list[tuple[str, Attack[Any]]]:
+    """Return attacks under their names, ready to run. `all` leaves out those that need an adversary that acts."""
+    names = attack_names(text)
+    if text == "all":
+        names = [n for n in names if not (registry.load("attacks", n).needs & POWERS) - config.threat.knows]
+    return [(name, make_attack(name, config)) for name in names]
 
 
 def make_attack(name: str, config: AttackConfig) -> Attack[Any]:

@@ -5,7 +5,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -30,15 +30,23 @@ from pflsec.core.knowledge import Knows
 from pflsec.core.streams import seed_of, stream
 from pflsec.runtime.executor import one_thread
 from pflsec.runtime.folder import RunFolder
+from pflsec.runtime.active import Client, exchanged
 from pflsec.runtime.replay import capture
 from pflsec.runtime.setup import rebuild
-from pflsec.wire.capture import Record
+from pflsec.runtime.views import own_client, own_upload, seen
+from pflsec.wire.capture import Capture, Record
 from pflsec.wire.store import CaptureStore
 
 
 @dataclass(frozen=True)
 class Target:
-    """One capture to attack, with the truth that the threat model grants (None where it does not)."""
+    """One capture to attack, with the truth that the threat model grants (None where it does not).
+
+    counts   the number of images of each class, int64 [classes], where granted
+    own      the batch and private items with which the client's work is done again on a downlink of the attacker's choice:
+             for the runtime, never for the attack
+    others   the captures that the adversary sees only in one sum with this one
+    """
 
     run: Path
     capture: str
@@ -46,16 +54,28 @@ class Target:
     config: AttackConfig
     labels: Tensor | None
     state: Items | None
+    counts: Tensor | None = None
+    own: Client | None = None
+    others: tuple["Target", ...] = ()
+
+    @property
+    def captures(self) -> list[str]:
+        """The ids of all captures that are attacked as one."""
+        return [self.capture, *(other.capture for other in self.others)]
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """What came of one target: a reconstruction, or the reason why there is none."""
+    """What came of one target: a reconstruction, or the reason why there is none.
+
+    others  the captures that were attacked as one batch with this one, and stand after it in the reconstruction's truth
+    """
 
     capture: str
     result: Reconstruction | None
     reason: str
     seconds: float
+    others: tuple[str, ...] = ()
 
 
 def selected(folder: RunFolder, config: AttackConfig) -> list[str]:
@@ -112,29 +132,45 @@ def _record(folder: RunFolder, name: str, config: TrainConfig, spec: InputSpec, 
 
 
 def attempt(target: Target) -> Attempt:
-    """Attack one capture. The generator is keyed by seed, attack and capture alone."""
+    """Attack one capture, or several that are seen as one. The generator is keyed by seed, attack and capture alone."""
     began = time.perf_counter()
     folder = RunFolder(target.run)
     config, spec = training_config(folder)
     net, algorithm = rebuild(config, spec)
-    record = _record(folder, target.capture, config, spec, algorithm)
+    records = [_record(folder, name, config, spec, algorithm) for name in target.captures]
+    own = _own_record(folder, target, records[0], lambda name: _record(folder, name, config, spec, algorithm))
     attack = make_attack(target.attack, target.config)
-    seed = target.config.seed
+    seed, threat = target.config.seed, target.config.threat
+    given = {part.capture: part for part in (target, *target.others)}
+
+    def make(record: Record) -> Capture:
+        part, key = given[record.id], seed_of(seed, "replay", record.id)
+        granted: dict[str, Any] = {"labels": part.labels, "state": part.state, "counts": part.counts}
+        return capture(algorithm, net, record, history=Knows.HISTORY in threat.knows, seed=key, **granted)
+
+    def ended(result: Reconstruction | None, *notes: str) -> Attempt:
+        said, others = "; ".join(filter(None, notes)), tuple(other.capture for other in target.others)
+        return Attempt(target.capture, result, said, time.perf_counter() - began, others)
+
     with one_thread(), torch.random.fork_rng(devices=[]):
-        cap = capture(
-            algorithm,
-            net,
-            record,
-            history=Knows.HISTORY in target.config.threat.knows,
-            seed=seed_of(seed, "replay", record.id),
-            labels=target.labels,
-            state=target.state,
-        )
         try:
-            found = attack.reconstruct(cap, stream(seed, "attack", target.attack, record.id))
+            cap, note = seen(threat, records, own, make)
+            rng = stream(seed, "attack", target.attack, cap.record.id)
+            if target.own is not None:
+                down = attack.craft(cap, rng)
+                cap = make(exchanged(config, net, algorithm, records[0], down, target.own))
+            found = attack.reconstruct(cap, rng)
         except NotApplicable as reason:
-            return Attempt(record.id, None, str(reason), time.perf_counter() - began)
-    return Attempt(record.id, found, found.note, time.perf_counter() - began)
+            return ended(None, str(reason))
+    return ended(found, found.note, note)
+
+
+def _own_record(folder: RunFolder, target: Target, first: Record, read: Callable[[str], Record]) -> Record | None:
+    """Return the capture of the adversary's own upload in that round, where it is a client and that was captured."""
+    if (to := own_client(target.config.threat, first)) is None:
+        return None
+    name = own_upload(first, to)
+    return read(name) if name in CaptureStore(folder.captures).ids() else None
 
 
 def attempts(targets: Sequence[Target], executor: str, workers: int | None) -> Iterator[Attempt]:

@@ -55,6 +55,7 @@ class Replay:
 
     reference  the private items from which `Algorithm.change` is read, here and in the target: what the adversary knows
                of them, not what it guesses, or else a wrong guess would move both sides
+    Of what a guess sends, those items count that the adversary sees of the upload.
     """
 
     def __init__(self, algorithm: Algorithm[Any], net: Network, record: Record, seed: int, reference: Items):
@@ -102,7 +103,8 @@ class Replay:
         reference, down = self._constants(x.dtype)
         ctx = local_work(net, self.record, x, y, self.seed)
         done = algorithm.local(ctx, cast(state, x.dtype), down)
-        return algorithm.change(reference, down, done.up, self.record.lr, self.record.steps)
+        sent = {k: v for k, v in done.up.items() if k in self.record.up}
+        return algorithm.change(reference, down, sent, self.record.lr, self.record.steps)
 
     def _constants(self, dtype: torch.dtype) -> tuple[Items, Items]:
         if dtype not in self._cast:
@@ -119,11 +121,12 @@ def capture(
     seed: int,
     labels: Tensor | None = None,
     state: Items | None = None,
+    counts: Tensor | None = None,
 ) -> Capture:
     """Return what an attack is given: the record, what the threat model grants, and the replay.
 
     history  the adversary has the client's earlier messages
-    labels, state  the truth, where granted
+    labels, state, counts  the truth, where granted
     """
     known = _known_state(algorithm, net, record, history)
     reference = _example(algorithm, net) | (known or {})
@@ -142,6 +145,7 @@ def capture(
         replay_fn=replay,
         newcomer_fn=lambda rng: newcomer(algorithm, net, rng),
         pullback_fn=replay.pullback,
+        counts=counts,
     )
 
 

@@ -23,6 +23,8 @@ class CaptureStore:
     def write(self, record: Record) -> None:
         """Store a record; its header is written last, so that a header always has its messages."""
         messages = {name: self._blob(getattr(record, name)) for name in ("down", "up", "memory")}
+        if record.shown:
+            messages["shown"] = self._blob(record.shown)
         header = {
             "schema": SCHEMA,
             "id": record.id,
@@ -74,6 +76,7 @@ class CaptureStore:
                 listed = {item["name"]: (item["shape"], item["dtype"]) for item in header["items"][direction]}
                 if {k: (list(v.shape), str(v.dtype)) for k, v in items.items()} != listed:
                     raise RunError(f"{what} is damaged: its {direction}link is not what the header lists.")
+            shown = header["messages"].get("shown")
             record = Record(
                 id=str(header["id"]),
                 algorithm=str(header["algorithm"]),
@@ -90,6 +93,7 @@ class CaptureStore:
                 batch_size=int(header["batch_size"]),
                 lr=float(header["lr"]),
                 personal_equals_public=bool(header["personal_equals_public"]),
+                shown={} if shown is None else self._read(shown, f"{what}, shown"),
                 facts=dict(header["facts"]),
             )
             if header["steps"] != record.steps:

@@ -20,7 +20,7 @@ def from_label_set(cap: Capture, rng: torch.Generator) -> Tensor | None:
 
 
 def from_label_counts(cap: Capture) -> Tensor | None:
-    """Return labels int64 [B] from a label histogram on the wire, or None without one."""
+    """Return labels int64 [B] from a label histogram that is granted or on the wire, or None without one."""
     counts = cap.label_counts
     if counts is None or int(counts.sum()) != cap.count:
         return None

@@ -45,8 +45,8 @@ def _only_images(cap: Capture) -> None:
 class Problem:
     """The unknowns of one attempt at a capture.
 
-    labels  how labels were found: known, wire (labels that were sent), restored, optimised as soft labels, or none (they
-            are neither known nor needed)
+    labels  how labels were found: known, counts (the granted number of images of each class), wire (labels that were
+            sent), restored, optimised as soft labels, or none (they are neither known nor needed)
     hidden  how the client's private items are treated: none (there are none, or the upload does not depend on them),
             log, guess, joint (all, or those that the log does not reveal), oracle, cotangent (the gradient at the
             features is unknown in place of a head and its loss)
@@ -107,7 +107,7 @@ class Problem:
                 raise NotApplicable("the labels are not granted to this adversary")
             return self.cap.labels, "known"
         if (found := label_rules.from_label_counts(self.cap)) is not None:
-            return found, "wire"
+            return found, "wire" if self.cap.counts is None else "counts"
         if (found := label_rules.from_label_set(self.cap, self.rng)) is not None:
             return found, "wire"
         if policy == "restore" and (found := label_rules.of_one_image(self.cap)) is not None:

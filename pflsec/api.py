@@ -30,7 +30,6 @@ from pflsec.session.update import Found, UpdateSession
 if TYPE_CHECKING:
     import pandas
 
-NO_IMAGE = "texts have no image measures: see tokens.csv"
 OnRound = Callable[[int, Mapping[str, Any]], None]
 
 
@@ -203,7 +202,7 @@ def attack(
 
     run      a Run, its folder or name; None: the newest
     attacks  "dlg", "dlg,ig", a list of names, or "all"
-    options  as on the command line, with underscores: knowledge="oracle", restarts=2, settings={"tv": 1e-4}
+    options  as on the command line, with underscores: knowledge="oracle", threat_model="F", restarts=2, settings={"tv": 1e-4}
     Raises PflsecError before anything runs when the adversary lacks knowledge that was asked for. Of `all`, an attack that
     this adversary cannot mount ends as not applicable. One that fails is raised once the others are done.
     """

@@ -11,7 +11,7 @@ import pandas as pd
 
 from pflsec.core import registry
 from pflsec.core.files import plain
-from pflsec.core.knowledge import ADVERSARIES, WHO, WORDS, Knows
+from pflsec.core.knowledge import ADVERSARIES, LETTERS, WHO, WORDS, Knows, letter_words
 from pflsec.core.statistics import verdict
 from pflsec.reports import controls
 from pflsec.reports.load import AttackData, RunData
@@ -33,6 +33,7 @@ LABELS = {
     "wire": "labels come from a label set that is itself on the wire",
     "optimise": "labels are optimised together with the image",
     "known": "labels are given: an upper bound",
+    "counts": "the number of images of each class is given: an upper bound",
     "none": "labels are not needed, and none are found",
 }
 OWN_FLAGS = ("iterations", "restarts", "labels", "hidden")
@@ -250,18 +251,26 @@ class Threat:
 def threats(runs: Sequence[RunData], leakage: pd.DataFrame) -> list[Threat]:
     """Return the threat models of all attacks, each once, with the treatment of labels and private items."""
     granted: dict[tuple[str, str], set[str]] = {}
+    letters: dict[tuple[str, str], set[str]] = {}
     for attack in (attack for run in runs for attack in run.attacks):
         model = attack.meta["threat_model"]
-        granted.setdefault((model["adversary"], model["knowledge"]), set()).update(map(str, model.get("knows", [])))
+        pair = model["adversary"], model["knowledge"]
+        granted.setdefault(pair, set()).update(map(str, model.get("knows", [])))
+        letters.setdefault(pair, set()).update(filter(None, [model.get("letter")]))
     return [
         Threat(
-            title=f"{adversary}, knowledge: {knowledge}",
+            title=f"{adversary}, knowledge: {knowledge}{_lettered(letters[adversary, knowledge])}",
             who=WHO.get(adversary, adversary),
             knows=[WORDS[k] for k in Knows if k in knows] + sorted(knows - set(Knows)),
             tried=_treatments(leakage[(leakage["adversary"] == adversary) & (leakage["knowledge"] == knowledge)]),
         )
         for (adversary, knowledge), knows in granted.items()
     ]
+
+
+def _lettered(letters: Iterable[str]) -> str:
+    """Return the letters of a survey under which a threat model was asked for, with what they stand for here."""
+    return "".join(f"; threat model {name}: {letter_words(name)}" for name in sorted(set(letters) & set(LETTERS)))
 
 
 def _treatments(rows: pd.DataFrame) -> list[str]:

@@ -177,8 +177,8 @@ class FedFomo(Algorithm[FedFomoConfig]):
         return select(state, "body", "head")
 
     def change(self, state: Items, down: Items, up: Items, lr: float, steps: int) -> Items:
-        """Where scores are sent, they say where training began. Else an unknown jump to the start is part of the change."""
-        if self.cfg.preferences == "server":
+        """Where scores are seen, they say where training began. Else an unknown jump to the start is part of the change."""
+        if "scores" in up:
             begun = self.mixture(state, down, up["scores"])
             return {k: (v - up[k]) / (lr * steps) for k, v in begun.items()} | floating(select(up, "scores"))
         seen = super().change(state, down, up, lr, steps)

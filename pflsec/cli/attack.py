@@ -21,9 +21,13 @@ def attack(
     iterations: Annotated[int | None, typer.Option(help="Iterations. [default: the attack's]")] = None,
     restarts: Annotated[int | None, typer.Option(help="Attempts from new starts. [default: the attack's]")] = None,
     adversary: Annotated[
-        str, typer.Option(help="server, eavesdropper, client, server-secagg or malicious-server.")
-    ] = "server",
-    knowledge: Annotated[str, typer.Option(help="wire, oracle, or wire+FLAG,FLAG.")] = "wire",
+        str | None,
+        typer.Option(help="server, eavesdropper, client, server-secagg or malicious-server. [default: server]"),
+    ] = None,
+    knowledge: Annotated[str | None, typer.Option(help="wire, oracle, or wire+FLAG,FLAG. [default: wire]")] = None,
+    threat_model: Annotated[
+        str | None, typer.Option(help="A letter A to H of a survey (A eavesdropper ... F malicious server), for both.")
+    ] = None,
     labels: Annotated[str | None, typer.Option(help="restore, optimise or known. [default: the attack's]")] = None,
     hidden: Annotated[
         str | None,
@@ -77,12 +81,15 @@ def attack(
 
       pflsec attack ig my-run --knowledge oracle --rounds 0
 
+      pflsec attack imprint my-run --threat-model F
+
       pflsec attack ig --before a.safetensors --after b.safetensors --model mlp --shape 1,28,28 --classes 10 --lr 0.1 --out found
     """
     from pflsec import api
     from pflsec.config.attack import AttackConfig, make_attacks
     from pflsec.config.train import parse_assignments, split_assignments
     from pflsec.core.config import build
+    from pflsec.core.knowledge import letter_words
     from pflsec.runtime.folder import RunFolder
 
     described = {
@@ -92,6 +99,7 @@ def attack(
         "known_labels": _numbers(known_labels, "--known-labels"),
     }  # fmt: skip
     described = {name: value for name, value in described.items() if value is not None}
+    who = {"adversary": adversary, "knowledge": knowledge, "threat_model": threat_model}
     options = {
         "rounds": _numbers(rounds, "--rounds"),
         "clients": _numbers(clients, "--clients"),
@@ -101,10 +109,9 @@ def attack(
             "kind": kind,
             "iterations": iterations,
             "restarts": restarts,
-            "adversary": adversary,
-            "knowledge": knowledge,
         },
         "visible": visible,
+        **{k: v for k, v in who.items() if v is not None},
         **{"labels": labels, "hidden": hidden, "lpips": lpips, "seed": seed, "executor": executor, "workers": workers},
         "controls": controls,
         "device": device,
@@ -121,6 +128,8 @@ def attack(
     for one in ready:
         if one.refused:
             say(f"note: {one.name} does not apply: {one.refused}")
+    if config.threat_model:
+        say(f"threat model {config.threat_model}: {letter_words(config.threat_model)}")
     if session.perceptual.status not in ("ok", "off"):
         say(f"note: LPIPS is not available ({session.perceptual.status}). {session.perceptual.remedy}")
     if dry_run:

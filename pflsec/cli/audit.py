@@ -11,7 +11,7 @@ from pflsec.cli.options import option
 from pflsec.core.errors import ConfigError
 from pflsec.core.files import safe_name
 
-ATTACKING = ("iterations", "restarts", "adversary", "knowledge")
+ATTACKING = ("iterations", "restarts", "adversary", "knowledge", "threat_model")
 """Options of all attacks; `kind` is one of the trainings too."""
 OWN = ("method", "against", "attacks", "defenses", "seeds", "seed", "settings", *ATTACKING)
 """Options of the plan that are no options of a training; none of them goes with --resume."""
@@ -60,6 +60,9 @@ def audit(
         typer.Option(help="server, eavesdropper, client, server-secagg or malicious-server. [default: server]"),
     ] = None,
     knowledge: Annotated[str | None, typer.Option(help="wire, oracle, or wire+FLAG,FLAG. [default: wire]")] = None,
+    threat_model: Annotated[
+        str | None, typer.Option(help="A letter of a survey (A eavesdropper ... F malicious server), for both.")
+    ] = None,
     executor: Annotated[str, typer.Option(help="auto, serial or processes; the results are the same bits.")] = "auto",
     folder: Annotated[Path, typer.Option("--out", help="Folder of all audits.")] = Path("audits"),
     name: Annotated[str | None, typer.Option(help="Name of this audit. [default: of method and data]")] = None,

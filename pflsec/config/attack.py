@@ -4,13 +4,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from pflsec.core import registry
 from pflsec.core.attack import Attack
 from pflsec.core.config import Config, at_least, build, option
 from pflsec.core.errors import ConfigError, KnowledgeError, did_you_mean
-from pflsec.core.knowledge import Knows, ThreatModel
+from pflsec.core.knowledge import Knows, ThreatModel, letter
 
 
 class AttackConfig(Config):
@@ -23,6 +23,7 @@ class AttackConfig(Config):
     restarts: int | None = at_least(1, default=None)
     adversary: str = option(default="server")
     knowledge: str = option(default="wire")
+    threat_model: str | None = Field(default=None, description="a letter that stands for adversary and knowledge")
     labels: Literal["restore", "optimise", "known"] | None = option(default=None)
     hidden: Literal["auto", "guess", "joint", "cotangent", "log", "oracle"] | None = option(default=None)
     visible: list[str] | None = option(default=None, about="patterns of the upload's items that are seen; none: all")
@@ -39,6 +40,18 @@ class AttackConfig(Config):
     @classmethod
     def _patterns(cls, value: Any) -> Any:
         return [word.strip() for word in value.split(",")] if isinstance(value, str) else value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _spelt_out(cls, values: Any) -> Any:
+        """Put adversary and knowledge in the place of a letter. Raises ConfigError when one of them is given as well."""
+        name = values.get("threat_model") if isinstance(values, Mapping) else None
+        if name is None:
+            return values
+        if both := [f"--{k}" for k in ("adversary", "knowledge") if k in values]:
+            raise ConfigError(f"--threat-model says who attacks, knowing what: leave {' and '.join(both)} out, or it.")
+        found = letter(str(name))
+        return {**values, "threat_model": str(name).upper(), "adversary": found.adversary, "knowledge": found.knowledge}
 
     @property
     def threat(self) -> ThreatModel:

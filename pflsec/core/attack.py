@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pflsec.core.config import Config
+from pflsec.core.items import Items
 from pflsec.core.knowledge import Knows
 
 if TYPE_CHECKING:
@@ -56,6 +57,14 @@ class Attack(Generic[C]):
         """Return the reconstruction of the capture's batch. Raises NotApplicable with the reason where there is nothing
         to work on."""
         raise TypeError(f"{type(self).__name__} does not define reconstruct(); every attack must.")
+
+    def craft(self, cap: "Capture", rng: torch.Generator) -> Items:
+        """Return the downlink that the client is to receive in place of the capture's.
+
+        Asked only of attacks that need Knows.DOWNLINK. The runtime does the client's work on it, with the true data and
+        defenses, and hands `reconstruct` the capture of that exchange. Raises NotApplicable where none would help.
+        """
+        raise TypeError(f"{type(self).__name__} does not define craft(); attacks that choose the downlink must.")
 
     def requirements(self) -> Mapping[str, frozenset[Knows]]:
         """Return {what: knowledge it needs} for this configuration; checked before anything runs."""

@@ -8,7 +8,7 @@ truths without a reconstruction are compared with grey 0.5; a batch's value is t
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -126,6 +126,25 @@ def score(
         images.append(_image(case, i, raw[j] if matched else grey, matched, label))
     found = None if labels is None else [one.label_found for one in images if one.label_found is not None]
     return _batch(images, found, _outside(raw) if len(raw) else None)
+
+
+def parts(found: VictimScore, sizes: Sequence[int]) -> list[VictimScore]:
+    """Return the scores of the batches that were scored as one, in the order in which they were joined.
+
+    Labels that were found without images belong to no image: each batch then gets the labels of all.
+    """
+    if len(sizes) == 1:
+        return [found]
+    scores, at = [], 0
+    for size in sizes:
+        images = [replace(one, position=i) for i, one in enumerate(found.images[at : at + size])]
+        labels = [one.label_found for one in images if one.label_found is not None]
+        part = _batch(images, labels if found.label_found is not None else None, found.clip_frac)
+        if not any(one.matched for one in found.images):
+            part = replace(part, label_found=found.label_found, label_correct=found.label_correct)
+        scores.append(part)
+        at += size
+    return scores
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,6 +1,6 @@
 """The vault's reader: the victims' true data and the pool of candidates. Nothing else opens the vault."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,14 @@ class Truth:
     dataset_index: Tensor
     state: Items
     replay_residual: float | None
+
+
+def joined(truths: Sequence[Truth]) -> Truth:
+    """Return several batches as one, in their order. Private items are left out: they are each client's own."""
+    if len(truths) == 1:
+        return truths[0]
+    x, y, index = (torch.cat([getattr(t, name) for t in truths]) for name in ("x", "y", "dataset_index"))
+    return Truth(x, y, index, {}, None)
 
 
 @dataclass(frozen=True, eq=False)

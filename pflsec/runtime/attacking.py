@@ -29,12 +29,14 @@ from pflsec.core.items import Items
 from pflsec.core.knowledge import Knows
 from pflsec.core.streams import seed_of, stream
 from pflsec.runtime import intake
+from pflsec.runtime.active import Client, exchanged
 from pflsec.runtime.controls import Control
 from pflsec.runtime.executor import one_thread
 from pflsec.runtime.folder import RunFolder
 from pflsec.runtime.replay import capture, conclusive, newcomer, rounding, visible_items
 from pflsec.runtime.setup import rebuild
-from pflsec.wire.capture import Capture
+from pflsec.runtime.views import own_client, own_upload, seen
+from pflsec.wire.capture import Capture, Record
 from pflsec.wire.store import CaptureStore
 
 
@@ -44,6 +46,10 @@ class Target:
 
     doubt    why the capture cannot speak, where that is known before: it is not attacked then
     control  what takes the capture's place (see pflsec.runtime.controls), if anything
+    counts   the number of images of each class, int64 [classes], where granted
+    own      the batch and private items with which the client's work is done again on a downlink of the attacker's choice:
+             for the runtime, never for the attack
+    others   the captures that the adversary sees only in one sum with this one
     """
 
     run: Path
@@ -54,17 +60,30 @@ class Target:
     state: Items | None
     doubt: str = ""
     control: Control | None = None
+    counts: Tensor | None = None
+    own: Client | None = None
+    others: tuple["Target", ...] = ()
+
+    @property
+    def captures(self) -> list[str]:
+        """The ids of all captures that are attacked as one."""
+        return [self.capture, *(other.capture for other in self.others)]
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """What came of one target: a reconstruction, or the reason why there is none. inconclusive: nothing follows from it."""
+    """What came of one target: a reconstruction, or the reason why there is none.
+
+    inconclusive  nothing follows from it
+    others        the captures that were attacked as one batch with this one, and stand after it in the reconstruction's truth
+    """
 
     capture: str
     result: Reconstruction | None
     reason: str
     seconds: float
     inconclusive: bool = False
+    others: tuple[str, ...] = ()
 
 
 def selected(folder: RunFolder, config: AttackConfig) -> list[str]:
@@ -116,43 +135,70 @@ def check(folder: RunFolder, captures: Sequence[str], visible: Sequence[str] = (
 
 
 def attempt(target: Target) -> Attempt:
-    """Attack one capture, if it can speak at all. The generator is keyed by seed, attack and capture alone."""
+    """Attack one capture, or several that are seen as one, if they can speak at all.
+
+    The generator is keyed by seed, attack and capture alone.
+    """
     began = time.perf_counter()
     if target.doubt:
         return Attempt(target.capture, None, target.doubt, 0.0, inconclusive=True)
     folder = RunFolder(target.run)
     config, spec = training_config(folder)
     net, algorithm = rebuild(config, spec)
-    record = intake.read_record(folder, target.capture, config, spec, algorithm)
+    read = partial(intake.read_record, folder, config=config, spec=spec, algorithm=algorithm)
+    records = [read(name) for name in target.captures]
+    own = _own_record(folder, target, records[0], read)
     if target.control is not None:
-        algorithm, record = target.control.instead(algorithm, net, record)
+        algorithm, records[0] = target.control.instead(algorithm, net, records[0])
+    given = {record.id: part for record, part in zip(records, (target, *target.others), strict=True)}
+
+    def make(record: Record, visible: Sequence[str] = (), **granted: Any) -> Capture:
+        part, history = given[record.id], Knows.HISTORY in target.config.threat.knows
+        conclusive(rounding(algorithm, net, record, history=history), record.lr)
+        granted |= {"labels": part.labels, "state": part.state, "counts": part.counts}
+        key = seed_of(target.config.seed, "replay", record.id)
+        return capture(algorithm, net, record, history=history, seed=key, visible=visible, **granted)
+
+    def ended(result: Reconstruction | None, *notes: str, inconclusive: bool = False) -> Attempt:
+        said, others = "; ".join(filter(None, notes)), tuple(other.capture for other in target.others)
+        return Attempt(target.capture, result, said, time.perf_counter() - began, inconclusive, others)
+
     attack = make_attack(target.attack, target.config)
-    given = partial(capture, algorithm, net, record, state=target.state)
-    try:
-        conclusive(rounding(algorithm, net, record, history=Knows.HISTORY in target.config.threat.knows), record.lr)
-        found = reconstruct(target.attack, attack, target.config, given, target.labels, record.id)
-    except NotApplicable as reason:
-        seconds, nothing = time.perf_counter() - began, isinstance(reason, Inconclusive)
-        return Attempt(target.capture, None, str(reason), seconds, inconclusive=nothing)
-    return Attempt(target.capture, found, found.note, time.perf_counter() - began)
+    visible = target.config.visible or ()
+    with one_thread(), torch.random.fork_rng(devices=[]):
+        try:
+            see = partial(make, visible=visible)
+            # A control takes the place of what the adversary has seen, whoever that is.
+            cap, note = (see(records[0]), "") if target.control else seen(target.config.threat, records, own, see)
+            rng = stream(target.config.seed, "attack", target.attack, cap.record.id)
+            if target.own is not None:
+                down = attack.craft(cap, rng)
+                cap = see(exchanged(config, net, algorithm, records[0], down, target.own))
+            found = attack.reconstruct(cap, rng)
+        except NotApplicable as reason:
+            return ended(None, str(reason), inconclusive=isinstance(reason, Inconclusive))
+    return ended(found, found.note, note)
 
 
 def reconstruct(
-    name: str,
-    attack: Attack[Any],
-    config: AttackConfig,
-    given: Callable[..., Capture],
-    labels: Tensor | None,
-    capture_id: str = "update",
+    name: str, attack: Attack[Any], config: AttackConfig, given: Callable[..., Capture], labels: Tensor | None
 ) -> Reconstruction:
-    """Return what an attack makes of a capture. Raises NotApplicable with the reason where there is nothing to work on.
+    """Return what an attack makes of an update from elsewhere. Raises NotApplicable where there is nothing to work on.
 
     given  makes the capture of `history`, `seed`, `labels` and `visible`
     """
     with one_thread(), torch.random.fork_rng(devices=[]):
-        seed, history = seed_of(config.seed, "replay", capture_id), Knows.HISTORY in config.threat.knows
+        seed, history = seed_of(config.seed, "replay", "update"), Knows.HISTORY in config.threat.knows
         cap = given(history=history, seed=seed, labels=labels, visible=config.visible or ())
-        return attack.reconstruct(cap, stream(config.seed, "attack", name, capture_id))
+        return attack.reconstruct(cap, stream(config.seed, "attack", name, "update"))
+
+
+def _own_record(folder: RunFolder, target: Target, first: Record, read: Callable[[str], Record]) -> Record | None:
+    """Return the capture of the adversary's own upload in that round, where it is a client and that was captured."""
+    if (to := own_client(target.config.threat, first)) is None:
+        return None
+    name = own_upload(first, to)
+    return read(name) if name in CaptureStore(folder.captures).ids() else None
 
 
 def attempts(targets: Sequence[Target], executor: str, workers: int | None) -> Iterator[Attempt]:

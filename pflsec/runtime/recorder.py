@@ -18,6 +18,7 @@ from pflsec.core.errors import TrainingError
 from pflsec.core.items import Items
 from pflsec.core.streams import numpy_stream
 from pflsec.core.vault import VaultWriter
+from pflsec.runtime import sight
 from pflsec.runtime.checkpoint import State
 from pflsec.runtime.executor import learning_rate, naming
 from pflsec.runtime.privacy import Ledger
@@ -54,6 +55,11 @@ def _classes_in_turn(rows: np.ndarray, labels: np.ndarray, rng: np.random.Genera
     return rows[np.argsort(turn, kind="stable")]
 
 
+def _with_sight(record: Record, shown: sight.Shown) -> Record:
+    """Return a record that says what another client sees of the exchange, or why nothing."""
+    return replace(record, shown=shown.items, facts={**record.facts, "shown": dict(shown.facts)})
+
+
 class Recorder:
     """Writes the captures and the vault of a run, for the configured clients, rounds and kinds."""
 
@@ -85,26 +91,56 @@ class Recorder:
         if now.t not in self.rounds:
             return
         for client, batches in self.victims.items():
-            down = self.setup.channel.send_down(self.setup.algorithm.downlink(now.server, client), now.t, client)
+            down = self._down(now.server, now.t, client)
             for victim, rows in enumerate(batches):
                 record = self._record(now, client, victim, "probe", down, len(rows), len(rows))
-                self._probe(record, rows, now.states[client], ledger)
+                self._probe(record, rows, now, ledger)
 
-    def updates(self, before: State, downs: Mapping[int, Items], ups: Mapping[int, Items]) -> None:
+    def updates(self, before: State, downs: Mapping[int, Items], ups: Mapping[int, Items], server: Items) -> None:
         """Capture the real uploads of the captured clients that took part, if this round is to be captured.
 
         before  the run's state when the round began
+        server  the server's items when it ends
         """
-        if before.t not in self.rounds:
-            return
-        for client in [c for c in self.clients if c in ups]:
+        captured = [c for c in self.clients if c in ups] if before.t in self.rounds else []
+        mean = self._averaged(before.t, downs, ups, server) if captured and not self._forwards else None
+        for client in captured:
             rows = self.setup.federation.shards[client].train
             record = self._record(before, client, 0, "update", downs[client], len(rows), self.setup.config.batch_size)
             x, y = self._batch(rows)
             undefended = None if self.setup.defenses else ups[client]
             replayed = record.steps <= MOST_STEPS
             seen = self._check(record, x, y, before.states[client], undefended) if replayed else None
-            self._write(replace(record, up=ups[client]), rows, before.states[client], seen)
+            shown = mean or self._forwarded(before, client, downs[client], ups[client], server)
+            record = replace(record, up=ups[client], facts={"cohort": sorted(ups)})
+            self._write(_with_sight(record, shown), rows, before.states[client], seen)
+
+    @cached_property
+    def _forwards(self) -> bool:
+        return sight.forwards(self.setup.algorithm.contract)
+
+    def _down(self, server: Items, t: int, client: int) -> Items:
+        return self.setup.channel.send_down(self.setup.algorithm.downlink(server, client), t, client)
+
+    def _forwarded(self, now: State, victim: int, down: Items, up: Items, server: Items) -> sight.Shown:
+        """Return what the first client that sees an upload sees of it, once the server's items are these."""
+        contract, found = self.setup.algorithm.contract, sight.unseen("there is no other client")
+        for other in now.states:
+            if other == victim:
+                continue
+            before, after = self._down(now.server, now.t, other), self._down(server, now.t + 1, other)
+            found = sight.forwarded(contract, up, down, before, now.states[other], after, other)
+            if found.items:
+                break
+        return found
+
+    def _averaged(self, t: int, downs: Mapping[int, Items], ups: Mapping[int, Items], server: Items) -> sight.Shown:
+        """Return what a client of the cohort sees of all uploads: the one with the lowest number, if it is captured too."""
+        to = min(ups)
+        if len(ups) < 2:
+            return sight.unseen("nobody else took part, so there is no other client's share to take away")
+        sizes = self.setup.federation.sizes()
+        return sight.averaged(ups, downs, {c: sizes[c] for c in ups}, self._down(server, t + 1, to), to)
 
     def _record(
         self, now: State, client: int, victim: int, kind: str, down: Items, count: int, batch_size: int
@@ -133,9 +169,9 @@ class Recorder:
             personal_equals_public=public,
         )
 
-    def _probe(self, record: Record, rows: np.ndarray, state: Items, ledger: Ledger | None) -> None:
+    def _probe(self, record: Record, rows: np.ndarray, now: State, ledger: Ledger | None) -> None:
         """Do the exchange that a record describes on a victim batch, check it, and write capture and truth."""
-        setup, (x, y) = self.setup, self._batch(rows)
+        setup, state, (x, y) = self.setup, now.states[record.client], self._batch(rows)
         distance = self._check(record, x, y, state)
         ctx = local_work(setup.net, record, x, y, setup.config.seed, Training)
         if ledger is not None:
@@ -144,7 +180,15 @@ class Recorder:
         with naming(setup, f"round {record.round}, client {record.client}"):
             sent = setup.algorithm.local(for_method(ctx), state, record.down).up
         up = setup.channel.send_up(sent, record.down, record.round, record.client)
-        self._write(replace(record, up=up), rows, state, distance)
+        if self._forwards:
+            fresh = setup.algorithm.aggregate(now.server, {record.client: up})
+            after = setup.channel.release(fresh, now.server, record.round)
+            shown = self._forwarded(now, record.client, record.down, up, after)
+        else:
+            shown = sight.unseen(
+                "a probe has no cohort whose mean another client could see; capture real uploads (--kind update)"
+            )
+        self._write(_with_sight(replace(record, up=up), shown), rows, state, distance)
 
     def _check(self, record: Record, x: Tensor, y: Tensor, state: Items, sent: Items | None = None) -> float:
         """Return how far the replay of the truth is from what was sent, relative.

@@ -59,6 +59,7 @@ class Replay:
 
     reference  the private items from which `Algorithm.change` is read, here and in the target: what the adversary knows
                of them, not what it guesses, or else a wrong guess would move both sides
+    Of what a guess sends, those items count that the adversary sees of the upload.
     """
 
     def __init__(self, algorithm: Algorithm[Any], net: Network, record: Record, seed: int, reference: Items):
@@ -106,7 +107,8 @@ class Replay:
         reference, down = self._constants(arithmetic(x))
         ctx = local_work(net, self.record, x, y, self.seed)
         done = algorithm.local(ctx, cast(state, arithmetic(x)), down)
-        return algorithm.change(reference, down, done.up, self.record.lr, self.record.steps)
+        sent = {k: v for k, v in done.up.items() if k in self.record.up}
+        return algorithm.change(reference, down, sent, self.record.lr, self.record.steps)
 
     def _constants(self, dtype: torch.dtype) -> tuple[Items, Items]:
         if dtype not in self._cast:
@@ -123,12 +125,13 @@ def capture(
     seed: int,
     labels: Tensor | None = None,
     state: Items | None = None,
+    counts: Tensor | None = None,
     visible: Sequence[str] = (),
 ) -> Capture:
     """Return what an attack is given: the record, what the threat model grants, and the replay.
 
     history  the adversary has the client's earlier messages
-    labels, state  the truth, where granted
+    labels, state, counts  the truth, where granted
     visible  patterns of the upload's items that it sees, here and, so that it knows of no earlier upload in full, ever
     """
     known = _known_state(algorithm, net, record, history and not visible)
@@ -148,6 +151,7 @@ def capture(
         replay_fn=replay,
         newcomer_fn=lambda rng: newcomer(algorithm, net, rng),
         pullback_fn=replay.pullback,
+        counts=counts,
     )
     if not visible:
         return whole

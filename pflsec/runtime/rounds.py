@@ -46,8 +46,8 @@ class Federated:
     def __init__(self, setup: Setup, executor: Executor | None = None):
         self.setup = setup
         self.executor = executor or Serial(setup)
-        self.on_exchanged: Callable[[State, Exchanged], None] = lambda before, played: None
-        """Called in every round with the state before it and its messages, before they are committed."""
+        self.on_exchanged: Callable[[State, Exchanged, Items], None] = lambda before, played, server: None
+        """Called in every round with the state before it, its messages and the server's next items, before they count."""
         self.t = 0
         algorithm, public = setup.algorithm, setup.server_fresh
         self.server: Items = setup.server_first
@@ -87,7 +87,7 @@ class Federated:
             c: setup.algorithm.deploy_trained(o.done.state, played.downs[c], played.ups[c])
             for c, o in played.outcomes.items()
         }
-        self.on_exchanged(self.state(), played)
+        self.on_exchanged(self.state(), played, server)
         self._commit(server, played)
         losses = [played.outcomes[c].train_loss for c in sorted(played.outcomes)]  # workers end in any order
         metrics: dict[str, Any] = {
@@ -195,7 +195,9 @@ def play(setup: Setup, folder: RunFolder, report: Report, executor: Executor | N
     checkpoint.rewind(folder, federated.t)
     recorder = Recorder(setup, CaptureStore(folder.captures), VaultWriter(folder.vault))
     if recorder.kinds & {"update"}:
-        federated.on_exchanged = lambda before, played: recorder.updates(before, played.downs, played.ups)
+        federated.on_exchanged = lambda before, played, server: recorder.updates(
+            before, played.downs, played.ups, server
+        )
     with one_thread(), torch.random.fork_rng(devices=[]):
         recorder.write_pool()
         for t in range(federated.t, setup.config.rounds):

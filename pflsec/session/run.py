@@ -3,7 +3,7 @@
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,16 +21,19 @@ from pflsec.leakage import results, texts
 from pflsec.leakage.controls import verdict
 from pflsec.leakage.matching import assign
 from pflsec.leakage.perceptual import Perceptual
-from pflsec.leakage.score import VictimScore, check_pool, score
-from pflsec.leakage.vault import Pool, Truth, Vault
+from pflsec.leakage.score import VictimScore, check_pool, parts, score
+from pflsec.leakage.vault import Pool, Truth, Vault, joined
 from pflsec.runtime import attacking, manifest
+from pflsec.runtime.active import Client
 from pflsec.runtime.controls import Control
 from pflsec.runtime.folder import RunFolder, attack_folder, secure
+from pflsec.runtime.views import groups
 from pflsec.wire.store import CaptureStore
 
 if TYPE_CHECKING:
     import pandas
 
+UNSCORED = "not scored: the run has no vault"
 NO_IMAGE = "texts have no image measures: see tokens.csv"
 OnVictim = Callable[[str, int, int, Mapping[str, Any]], None]
 OnControl = Callable[[str, Mapping[str, Any]], None]
@@ -45,6 +48,11 @@ PLAIN: Row = {
     "steps": 1,
 }
 """What is different about the positive control's row."""
+
+
+def acts(name: str) -> bool:
+    """Return whether an attack chooses what the client receives, so that the exchange is done again with the client's data."""
+    return Knows.DOWNLINK in registry.load("attacks", name).needs
 
 
 @dataclass(frozen=True)
@@ -84,6 +92,8 @@ class AttackSession:
         private = attacking.check(folder, self.captures, config.visible or ())
         if self.pool is not None:
             self._check_vault(self.pool, private)
+        store = CaptureStore(folder.captures)
+        self.groups = groups(config.threat, {name: store.header(name) for name in self.captures})
 
     def _check_vault(self, pool: Pool, private: Mapping[str, torch.Size]) -> None:
         store = CaptureStore(self.folder.captures)
@@ -132,15 +142,15 @@ class AttackSession:
         state = "interrupted"
         try:
             for tried in self._tried(name, refused):
-                row, scored, picture = self._row(name, tried)
-                rows.append(row)
                 tokens += self._token_rows(tried)
-                victims[tried.capture] = {k: getattr(tried.result, k, None) for k in ("failures", "trace")}
-                if scored is not None:
-                    images += results.image_rows(tried.capture, scored)
-                if picture is not None:
-                    pictures[tried.capture] = picture
-                on_victim(name, len(rows), len(self.captures), row)
+                for capture, row, scored, picture in self._rows(name, tried):
+                    rows.append(row)
+                    victims[capture] = {k: getattr(tried.result, k, None) for k in ("failures", "trace")}
+                    if scored is not None:
+                        images += results.image_rows(capture, scored)
+                    if picture is not None:
+                        pictures[capture] = picture
+                    on_victim(name, len(rows), len(self.captures), row)
             for row in self._controls(name, rows):
                 controls.append(row)
                 on_control(name, row)
@@ -152,7 +162,7 @@ class AttackSession:
             if state == "done" or len(rows) > results.victims_in(path):
                 meta = self._meta(name, made, path.name, started, time.perf_counter() - began, state)
                 secure(path)
-                meta |= {"victims": victims, "controls": self._verdicts(rows, controls)}
+                meta |= {"victims": victims, "controls": self._verdicts(name, rows, controls)}
                 results.write(path, meta, rows, images, pictures, controls, tokens)
         if pictures and self.pool is not None:
             from pflsec.reports.figures import write_gallery
@@ -166,56 +176,57 @@ class AttackSession:
         return self._attempts(self._targets(name))
 
     def _targets(self, name: str) -> list[attacking.Target]:
-        config = narrowed(name, self.config)
-        knows, path = self.config.threat.knows, self.folder.path
-        targets = []
-        for capture in self.captures:
-            truth = self.vault.truth(capture) if knows & {Knows.LABELS, Knows.PRIVATE} else None
-            labels = truth.y if truth and Knows.LABELS in knows else None
-            state = truth.state if truth and Knows.PRIVATE in knows else None
-            targets.append(attacking.Target(path, capture, name, config, labels, state, self._doubt(capture)))
-        return targets
+        targets = [[self._target(name, capture) for capture in group] for group in self.groups]
+        return [replace(first, others=tuple(others)) for first, *others in targets]
+
+    def _target(self, name: str, capture: str) -> attacking.Target:
+        """Return one capture to attack, with the truth that the threat model grants. Only where there is some is it read."""
+        target = attacking.Target(self.folder.path, capture, name, narrowed(name, self.config), None, None)
+        if self.pool is None:
+            return target
+        knows, truth = self.config.threat.knows, self.vault.truth(capture)
+        valid, why = results.validity(truth.replay_residual)
+        return replace(
+            target,
+            labels=truth.y if Knows.LABELS in knows else None,
+            state=truth.state if Knows.PRIVATE in knows else None,
+            counts=torch.bincount(truth.y, minlength=self.spec.classes) if Knows.LABEL_HIST in knows else None,
+            own=Client(truth.x, truth.y, truth.state) if acts(name) else None,
+            doubt=why if valid is False else "",
+        )
 
     @property
     def controlled(self) -> bool:
         """Whether the controls can be attacked too: the positive one is made of the truth."""
         return self.config.controls and self.pool is not None
 
-    def _doubt(self, capture: str) -> str:
-        """Return why nothing that an attack finds in this capture could be believed; "" where there is no reason."""
-        if self.pool is None:
-            return ""
-        valid, why = results.validity(self.vault.truth(capture).replay_residual)
-        return why if valid is False else ""
-
     def _attempts(self, targets: Sequence[attacking.Target]) -> Iterator[attacking.Attempt]:
         return attacking.attempts(targets, self.config.executor, self.config.workers)
 
     def _controls(self, name: str, rows: Sequence[Row]) -> Iterator[Row]:
         """Attack the controls of the first victim on which the attack had something to work; yield their rows."""
-        if not self.controlled:
+        if not self.controlled or acts(name):
             return
-        first = next((c for c, row in zip(self.captures, rows, strict=True) if row["status"] != NOTHING), None)
+        first = next((row["capture"] for row in rows if row["status"] != NOTHING), None)
         if first is None:
             return
-        knows, truth = self.config.threat.knows, self.vault.truth(first)
-        labels = truth.y if Knows.LABELS in knows else None
-        state = truth.state if Knows.PRIVATE in knows else None
-        positive, negative = Control("positive", truth.x, truth.y), Control("negative")
-        config, common = narrowed(name, self.config), (self.folder.path, first, name)
-        whole = config.model_copy(update={"visible": None})
-        targets = [
-            attacking.Target(*common, whole, labels, {} if Knows.PRIVATE in knows else None, control=positive),
-            attacking.Target(*common, config, labels, state, control=negative),
-        ]
+        truth, target = self.vault.truth(first), replace(self._target(name, first), doubt="")
+        whole = target.config.model_copy(update={"visible": None})
+        positive = replace(
+            target,
+            config=whole,
+            state=None if target.state is None else {},
+            control=Control("positive", truth.x, truth.y),
+        )
+        targets = [positive, replace(target, control=Control("negative"))]
         for target, tried in zip(targets, self._attempts(targets), strict=True):
             assert target.control is not None
-            row, _, _ = self._row(name, tried)
+            ((_, row, _, _),) = self._rows(name, tried)
             valid, why = self._validity(tried, row["status"], None)
             row |= {"attack_valid": valid, "reason": self._reason(tried, why)}
-            yield row | {"control": target.control.name} | (PLAIN if target.control is positive else {})
+            yield row | {"control": target.control.name} | (PLAIN if target is positive else {})
 
-    def _verdicts(self, rows: Sequence[Row], controls: Sequence[Row]) -> dict[str, Any]:
+    def _verdicts(self, name: str, rows: Sequence[Row], controls: Sequence[Row]) -> dict[str, Any]:
         """Return {control: verdict}: what the controls say of the attack, or why they were not run."""
         absent = ""
         if not self.config.controls:
@@ -224,16 +235,50 @@ class AttackSession:
             absent = "the run has no vault"
         elif len(rows) == len(self.captures) and all(row["status"] == NOTHING for row in rows):
             absent = "no victim could be attacked"
+        elif acts(name):
+            absent = "the attack brings about its own exchange"
         elif len(controls) < 2:
             absent = "the attack was stopped before"
         found = {row["control"]: verdict(row["control"], row) for row in controls}
         return {name: found.get(name, {"verdict": "not run", "reason": absent}) for name in ("positive", "negative")}
 
-    def _row(self, name: str, tried: attacking.Attempt) -> tuple[Row, VictimScore | None, Tensor | None]:
-        """Return the victim's row, its score, and its pictures in the order of the truth."""
-        header = CaptureStore(self.folder.captures).header(tried.capture)
-        result = tried.result
+    def _rows(
+        self, name: str, tried: attacking.Attempt
+    ) -> Iterator[tuple[str, Row, VictimScore | None, Tensor | None]]:
+        """Yield for each capture that was attacked: its id, its row, its score, and its pictures in the order of the truth.
+
+        Captures that were seen as one batch are scored as one, and each row holds what came of its own images.
+        """
+        captures, result = [tried.capture, *tried.others], tried.result
+        if self.pool is None:
+            for i, capture in enumerate(captures):
+                row, picture = self._row(name, capture, tried), None if i else self._picture(result, None)
+                valid, why = self._validity(tried, row["status"], None)
+                yield (
+                    capture,
+                    row | {"attack_valid": valid, "reason": self._reason(tried, why, UNSCORED)},
+                    None,
+                    picture,
+                )
+            return
+        truths = [self.vault.truth(capture) for capture in captures]
+        found, _ = self._score(tried, joined(truths))
+        whole, at = self._picture(result, joined(truths)), 0
+        no_image = "" if result is None or self.spec.vocabulary is None else NO_IMAGE
+        for capture, truth, scored in zip(captures, truths, parts(found, [len(t.x) for t in truths]), strict=True):
+            row = self._row(name, capture, tried) | {k: v for k, v in scored.row().items() if k in results.COLUMNS}
+            row["status"] = "nonfinite" if scored.nonfinite else row["status"]
+            valid, why = self._validity(tried, row["status"], truth)
+            row |= {"dataset_index": " ".join(map(str, truth.dataset_index.tolist())), "attack_valid": valid}
+            row["reason"] = self._reason(tried, why, no_image)
+            yield capture, row, scored, None if whole is None else whole[at : at + len(truth.x)]
+            at += len(truth.x)
+
+    def _row(self, name: str, capture: str, tried: attacking.Attempt) -> Row:
+        """Return what a row says of a capture and of the attack, without scores."""
+        header, result = CaptureStore(self.folder.captures).header(capture), tried.result
         row: Row = {
+            "capture": capture,
             "run": self.folder.path.name,
             "algo": self.card.key,
             "family": self.card.family,
@@ -243,24 +288,11 @@ class AttackSession:
             "adversary": self.config.adversary,
             "knowledge": self.config.knowledge,
             "seconds": tried.seconds,
-            "reason": tried.reason,
             "status": result.status if result else NOTHING,
         } | {k: header[k] for k in ("kind", "round", "client", "victim", "batch", "steps")}
         if result is not None:
             row |= {k: getattr(result, k) for k in ("labels", "hidden", "iterations", "restarts", "objective")}
-        if self.pool is None:
-            valid, why = self._validity(tried, row["status"], None)
-            row |= {"attack_valid": valid, "reason": self._reason(tried, why, "not scored: the run has no vault")}
-            return row, None, self._picture(result, None)
-        truth = self.vault.truth(tried.capture)
-        scored = self._score(tried, truth)[0]
-        row |= {k: v for k, v in scored.row().items() if k in results.COLUMNS}
-        row["status"] = "nonfinite" if scored.nonfinite else row["status"]
-        valid, why = self._validity(tried, row["status"], truth)
-        row |= {"dataset_index": " ".join(map(str, truth.dataset_index.tolist())), "attack_valid": valid}
-        no_image = "" if result is None or self.spec.vocabulary is None else NO_IMAGE
-        row["reason"] = self._reason(tried, why, no_image)
-        return row, scored, self._picture(result, truth)
+        return row
 
     def _reason(self, tried: attacking.Attempt, *more: str) -> str:
         return "; ".join(filter(None, (tried.reason, limits(self.config), *more)))
@@ -284,8 +316,11 @@ class AttackSession:
     def _token_rows(self, tried: attacking.Attempt) -> list[dict[str, Any]]:
         if self.pool is None or self.spec.vocabulary is None:
             return []
-        found = self._score(tried, self.vault.truth(tried.capture))[1]
-        return [one.row() | {"capture": tried.capture} for one in found]
+        captures = [tried.capture, *tried.others]
+        truths = [self.vault.truth(capture) for capture in captures]
+        names = [capture for capture, truth in zip(captures, truths, strict=True) for _ in truth.x]
+        _, found = self._score(tried, joined(truths))
+        return [one.row() | {"capture": capture} for one, capture in zip(found, names, strict=True)]
 
     def _picture(self, result: Any, truth: Truth | None) -> Tensor | None:
         if result is None or result.x is None:
@@ -315,6 +350,7 @@ def attack_facts(
         "sections": card.sections,
         "config": plain(made.cfg.model_dump()),
         "threat_model": {
+            "letter": config.threat_model,
             "adversary": threat.adversary,
             "knowledge": threat.knowledge,
             "knows": [k.value for k in Knows if k in threat.knows],

@@ -36,6 +36,7 @@ class Record:
     batch      number of images behind the upload
     epochs, batch_size  local work went over the batch so often, in minibatches of this size
     down, up  the messages, exactly as received and as sent        memory  the fold of the client's earlier exchanges
+    shown      what of this exchange stands in another client's next downlink; facts["shown"] says to whom, and how
     """
 
     id: str
@@ -53,6 +54,7 @@ class Record:
     batch_size: int
     lr: float
     personal_equals_public: bool
+    shown: Items = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -66,6 +68,7 @@ class Capture:
     """A record, with what the threat model grants on top, and the client's own code to replay.
 
     labels, state  the truth, where granted; None otherwise
+    counts         the true number of images of each class, int64 [classes], where granted; None otherwise
     known          the client's private items as far as the adversary can tell: all or some; {} if there are none, None if
                    all are hidden
     net            the architecture, as a function of its items
@@ -85,6 +88,7 @@ class Capture:
     replay_fn: ReplayFn
     newcomer_fn: NewcomerFn
     pullback_fn: PullbackFn = lambda x, u: {}
+    counts: Tensor | None = None
 
     @property
     def input(self) -> InputSpec:
@@ -103,7 +107,9 @@ class Capture:
 
     @property
     def label_counts(self) -> Tensor | None:
-        """The number of images of each class in the batch, int64 [classes], where a histogram is on the wire."""
+        """The number of images of each class in the batch, int64 [classes], where it is granted or a histogram is on the wire."""
+        if self.counts is not None:
+            return self.counts
         counts = self.record.up.get("label_counts")
         if counts is None or bool((counts < 0).any()) or not counts.sum() > 0:
             return None

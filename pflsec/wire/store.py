@@ -26,6 +26,8 @@ class CaptureStore:
     def write(self, record: Record) -> None:
         """Store a record; its header is written last, so that a header always has its messages."""
         messages = {name: self._blob(getattr(record, name)) for name in ("down", "up", "memory")}
+        if record.shown:
+            messages["shown"] = self._blob(record.shown)
         header = {
             "schema": SCHEMA,
             "id": record.id,
@@ -93,6 +95,7 @@ class CaptureStore:
                 listed = {item["name"]: (item["shape"], item["dtype"]) for item in header["items"][direction]}
                 if {k: (list(v.shape), str(v.dtype)) for k, v in items.items()} != listed:
                     raise RunError(f"{what} is damaged: its {direction}link is not what the header lists.")
+            shown = header["messages"].get("shown")
             record = Record(
                 id=str(header["id"]),
                 algorithm=str(header["algorithm"]),
@@ -109,6 +112,7 @@ class CaptureStore:
                 batch_size=_whole(header, "batch_size"),
                 lr=float(_typed(header, "lr", int, float)),
                 personal_equals_public=_typed(header, "personal_equals_public", bool),
+                shown={} if shown is None else self._read(shown, f"{what}, shown"),
                 facts=_typed(header, "facts", dict),
             )
             if _whole(header, "steps") != record.steps:

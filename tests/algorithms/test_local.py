@@ -14,6 +14,7 @@ from pflsec.core import registry
 from pflsec.core.algorithm import Algorithm
 from pflsec.core.errors import NotApplicable
 from pflsec.core.items import select
+from pflsec.core.knowledge import POWERS
 from pflsec.runtime.replay import capture
 from tests import toys
 from tests.contracts.cases import Case, exchange
@@ -96,9 +97,12 @@ def test_no_attack_has_anything_to_work_on(attack: str, granted: dict[str, Any])
     record, _, y, up = probe(ex, 2, 1)
     truth = {"labels": y, "state": ex.state} if granted else {}
     cap = capture(ex.setup.algorithm, ex.setup.net, _with(record, up=up), history=True, seed=0, **truth)
-    made = make_attack(attack, AttackConfig(knowledge="oracle" if granted else "wire"))
-    with pytest.raises(NotApplicable, match="nothing that the client sends depends on its data"):
-        made.reconstruct(cap, torch.Generator().manual_seed(0))
+    active = registry.load("attacks", attack).needs & POWERS
+    who = "malicious-server" if active else "server"
+    made = make_attack(attack, AttackConfig(adversary=who, knowledge="oracle" if granted else "wire"))
+    for step in (made.craft, made.reconstruct) if active else (made.reconstruct,):
+        with pytest.raises(NotApplicable, match="nothing that the client sends depends on its data"):
+            step(cap, torch.Generator().manual_seed(0))
 
 
 def test_a_method_that_sends_nothing_has_no_shared_part():

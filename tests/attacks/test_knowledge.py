@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from pflsec.config.attack import AttackConfig, attack_names, make_attack
+from pflsec.config.attack import AttackConfig, attack_names, make_attack, make_attacks
 from pflsec.core import registry
 from pflsec.core.attack import Attack
 from pflsec.core.config import build
 from pflsec.core.errors import ConfigError, KnowledgeError
-from pflsec.core.knowledge import ADVERSARIES, Knows, ThreatModel
+from pflsec.core.knowledge import ADVERSARIES, POWERS, WHO, WORDS, Knows, ThreatModel, letter_words
 
 MATCHING = [
     name for name in registry.names("attacks") if "hidden" in registry.load("attacks", name).Config.model_fields
@@ -31,9 +31,9 @@ def made(name: str, **options: Any) -> Attack[Any]:
         ({"settings": {"labels": "known"}}, "labels"),
         ({"settings": {"hidden": "oracle"}}, "personal_params"),
         ({"adversary": "eavesdropper"}, "hyper"),
-        ({"adversary": "client"}, "uplink"),
-        ({"adversary": "server-secagg"}, "uplink"),
-        ({"adversary": "client", "knowledge": "oracle"}, "uplink"),
+        ({"adversary": "client", "labels": "known"}, "labels"),
+        ({"adversary": "server-secagg", "hidden": "log"}, "history"),
+        ({"adversary": "client", "hidden": "log"}, "history"),
         ({"adversary": "eavesdropper", "knowledge": "wire+hyper", "hidden": "log"}, "history"),
         ({"adversary": "malicious-server", "labels": "known"}, "labels"),
     ],
@@ -52,6 +52,8 @@ def test_what_is_not_known_is_refused_with_the_flag_that_grants_it(name: str, op
         {"labels": "known", "knowledge": "wire+labels"},
         {"hidden": "oracle", "knowledge": "wire+personal_params"},
         {"adversary": "eavesdropper", "knowledge": "wire+hyper"},
+        {"adversary": "client"},
+        {"adversary": "server-secagg"},
         {"adversary": "client", "knowledge": "wire+uplink"},
         {"adversary": "eavesdropper", "knowledge": "wire+hyper,history", "hidden": "log"},
         {"hidden": "log"},
@@ -157,3 +159,92 @@ def test_unknown_attacks_are_refused(text: str):
 def test_the_remedy_keeps_what_was_granted_already():
     with pytest.raises(KnowledgeError, match=re.escape("Grant it with --knowledge wire+labels,hyper, or")):
         ThreatModel("eavesdropper", "wire+labels").require({Knows.HYPER}, "this")
+
+
+# --- what no flag grants
+
+
+def test_choosing_the_downlink_takes_an_adversary_that_acts():
+    for adversary in sorted(ADVERSARIES.keys() - {"malicious-server"}):
+        for knowledge in ("wire", "oracle"):
+            with pytest.raises(KnowledgeError, match="Use --adversary malicious-server") as refusal:
+                made("imprint", adversary=adversary, knowledge=knowledge)
+            assert "\n" not in str(refusal.value)
+            assert "wire+" not in str(refusal.value)
+    assert made("imprint", adversary="malicious-server").key == "imprint"
+
+
+def test_no_flag_makes_an_adversary_act():
+    with pytest.raises(KnowledgeError, match="is no knowledge; name who has it: --adversary malicious-server"):
+        ThreatModel("server", "wire+downlink").knows  # noqa: B018
+    with pytest.raises(KnowledgeError) as refusal:
+        ThreatModel("server", "wire+nothing").knows  # noqa: B018
+    assert "downlink" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("adversary", ["server", "eavesdropper", "client", "server-secagg"])
+def test_all_leaves_out_what_the_adversary_cannot_do(adversary: str):
+    config = build(AttackConfig, {"adversary": adversary, "knowledge": "wire+hyper"}, "attack")
+    assert [one.name for one in make_attacks("all", config) if "choice of what the client receives" in one.refused] == ["imprint"]
+    with pytest.raises(KnowledgeError):
+        make_attacks(["imprint"], config)
+
+
+def test_all_of_a_malicious_server_is_all():
+    config = build(AttackConfig, {"adversary": "malicious-server"}, "attack")
+    assert not any(one.refused for one in make_attacks("all", config))
+
+
+def test_every_flag_is_documented_and_belongs_to_somebody_or_is_granted():
+    assert set(WORDS) == set(Knows)
+    assert set(WHO) == set(ADVERSARIES)
+    for flag in set(Knows) - POWERS:
+        assert flag in ThreatModel("eavesdropper", f"wire+{flag}").knows
+
+
+# --- letters
+
+
+@pytest.mark.parametrize(
+    ("name", "adversary", "knowledge"),
+    [
+        ("A", "eavesdropper", "wire"),
+        ("B", "server", "wire"),
+        ("C", "server", "wire"),
+        ("c", "server", "wire"),
+        ("E", "server", "wire+label_hist"),
+        ("F", "malicious-server", "wire"),
+    ],
+)
+def test_a_letter_stands_for_adversary_and_knowledge(name: str, adversary: str, knowledge: str):
+    config = build(AttackConfig, {"threat_model": name}, "attack")
+    assert (config.adversary, config.knowledge, config.threat_model) == (adversary, knowledge, name.upper())
+    assert config.threat == ThreatModel(adversary, knowledge)
+
+
+@pytest.mark.parametrize("name", ["D", "G", "H"])
+def test_a_letter_whose_knowledge_nothing_uses_is_refused_with_the_reason(name: str):
+    with pytest.raises(ConfigError, match=r"no attack here uses data from elsewhere.* Use A, B, C, E, F") as refusal:
+        build(AttackConfig, {"threat_model": name}, "attack")
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "other", [{"adversary": "server"}, {"knowledge": "wire"}, {"adversary": "client", "knowledge": "oracle"}]
+)
+def test_a_letter_goes_with_no_adversary_and_no_knowledge(other: dict[str, str]):
+    with pytest.raises(ConfigError, match="--threat-model says who attacks") as refusal:
+        build(AttackConfig, {"threat_model": "C"} | other, "attack")
+    assert all(f"--{name}" in str(refusal.value) for name in other)
+
+
+@pytest.mark.parametrize("name", ["I", "", "AB", "server"])
+def test_other_letters_are_unknown(name: str):
+    with pytest.raises(ConfigError, match=r"threat model '.*' is not known.* Known: A, B, C, D, E, F, G, H"):
+        build(AttackConfig, {"threat_model": name}, "attack")
+
+
+def test_what_is_different_from_the_survey_is_said():
+    assert "B and C are the same" in letter_words("b")
+    assert "label_hist" in letter_words("E")
+    assert letter_words("C") == "server that knows the training details, here --adversary server --knowledge wire"

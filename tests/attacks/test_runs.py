@@ -172,7 +172,7 @@ def test_the_truth_is_asked_for_before_work_begins_where_the_oracle_needs_it(run
 
 def test_a_refusal_comes_before_anything_runs(run: api.Run, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(attacking, "attempt", None)
-    for options in ({"labels": "known"}, {"hidden": "oracle"}, {"adversary": "eavesdropper"}, {"adversary": "client"}):
+    for options in ({"labels": "known"}, {"hidden": "oracle"}, {"adversary": "eavesdropper"}):
         with pytest.raises(KnowledgeError):
             attacked(run, "dlg,idlg,ig", **options)
     with pytest.raises(PflsecError, match="tv is -1"):

@@ -1,0 +1,43 @@
+"""The exchange that an active adversary brings about: the client's own work on a downlink that the attack has made."""
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from pflsec.config.train import TrainConfig
+from pflsec.core.algorithm import Algorithm
+from pflsec.core.defense import StepDefense
+from pflsec.core.errors import NotApplicable
+from pflsec.core.items import Items
+from pflsec.models.network import Network
+from pflsec.runtime.replay import local_work
+from pflsec.runtime.setup import parse_defense
+from pflsec.training.local import Training, for_method
+from pflsec.wire.capture import Record
+from pflsec.wire.channel import Channel
+
+
+class Client(NamedTuple):
+    """What the client has and the attack never sees: x [B, C, H, W] as the network sees it, y int64 [B], private items."""
+
+    x: Tensor
+    y: Tensor
+    state: Items
+
+
+def exchanged(
+    config: TrainConfig, net: Network, algorithm: Algorithm[Any], record: Record, down: Items, client: Client
+) -> Record:
+    """Return a record as it would be had the client received `down` then, and worked and been defended as in the run.
+
+    Raises NotApplicable under defenses whose noise only the run can draw, WireError for a downlink that breaks the contract.
+    """
+    defenses = [parse_defense(text) for text in config.defense]
+    if private := next((d for d in defenses if isinstance(d, StepDefense)), None):
+        raise NotApplicable(f"the exchange cannot be done again under {private.key}: the run keeps its noise to itself")
+    channel = Channel(algorithm.contract, defenses, config.seed)
+    received = channel.send_down(down, record.round, record.client)
+    ctx = local_work(net, record, client.x, client.y, config.seed, Training)
+    sent = algorithm.local(for_method(ctx), client.state, received).up
+    return replace(record, down=received, up=channel.send_up(sent, received, record.round, record.client))

@@ -45,7 +45,7 @@ def _only_images(cap: Capture) -> None:
 class Problem:
     """The unknowns of one attempt at a capture.
 
-    labels  how labels were found: known, counts (the granted number of images of each class), wire (labels that were
+    labels  how labels were found: known, counts (the number of images of each class is granted), wire (labels that were
             sent), restored, optimised as soft labels, or none (they are neither known nor needed)
     hidden  how the client's private items are treated: none (there are none, or the upload does not depend on them),
             log, guess, joint (all, or those that the log does not reveal), oracle, cotangent (the gradient at the

@@ -37,7 +37,7 @@ class ImprintConfig(Config):
         default=1.0,
         about="standard deviation that is expected of it; in a random direction that of one normalised pixel",
     )
-    gain: float = above(0, default=1.0, about="size of the layer that measures; the one behind is its inverse")
+    gain: float = above(0, default=0.05, about="size of the layer that measures; the one behind has its inverse")
     faint: float = between(
         0, 1, default=0.02, about="bins that answer more weakly than this share of the strongest are empty"
     )
@@ -129,15 +129,17 @@ def _layers(cap: Capture) -> Layers:
 
 
 def _gates(cap: Capture, layers: Layers) -> bool:
-    """Return whether the layer adds W x to its bias, and shows nothing of x where that is far below zero: on noise."""
+    """Return whether the layer adds W x to its bias, shows nothing of x far below zero, and all in proportion far above."""
     net, rng = cap.net, torch.Generator().manual_seed(0)
     items: dict[str, Tensor] = cast(net.fresh("imprint"), torch.float64)
     x = torch.randn(1, *cap.input.shape, generator=rng, dtype=torch.float64)
     weight, bias = items[layers.weight], items[layers.bias]
     moved = items | {layers.weight: torch.zeros_like(weight), layers.bias: bias + weight @ x.flatten()}
-    closed = items | {layers.bias: torch.full_like(bias, -PROBE_SIZE)}
+    closed, opened = (items | {layers.bias: torch.full_like(bias, at)} for at in (-PROBE_SIZE, PROBE_SIZE))
+    up, zero, down = (net.logits(opened, scale * x) for scale in (1, 0, -1))
 
     def apart(a: Items, b: Items, other: Tensor) -> bool:
         return not torch.allclose(net.logits(a, x), net.logits(b, other), rtol=CLOSE, atol=CLOSE)
 
-    return not apart(items, moved, x) and apart(items, items, -x) and not apart(closed, closed, -x)
+    proportional = torch.allclose(up + down, 2 * zero, rtol=CLOSE, atol=CLOSE) and apart(opened, opened, -x)
+    return not apart(items, moved, x) and not apart(closed, closed, -x) and proportional

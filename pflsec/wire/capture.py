@@ -54,8 +54,8 @@ class Record:
     batch_size: int
     lr: float
     personal_equals_public: bool
-    shown: Items = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
+    shown: Items = field(default_factory=dict)
 
     @property
     def steps(self) -> int:

@@ -119,7 +119,7 @@ def test_two_images_in_one_bin_come_out_as_one_and_the_objective_tells():
     assert best(twice, found.x)[0] >= 40
 
 
-@pytest.mark.parametrize("settings", [{"measure": "mean", "spread": 0.1}, {"gain": 0.1}])
+@pytest.mark.parametrize("settings", [{"measure": "mean", "spread": 0.1}, {"gain": 1.0}])
 def test_other_measurements_and_sizes_read_images_as_well(settings: dict[str, Any]):
     assert share(batches(clients=(0, 1)), 40, seeds=(0,), **settings) >= 0.5
 
@@ -143,7 +143,7 @@ def linear() -> nn.Module:
 
 
 def unbiased() -> nn.Module:
-    layers = OrderedDict(
+    layers: OrderedDict[str, nn.Module] = OrderedDict(
         flat=nn.Flatten(), fc1=nn.Linear(16, 5, bias=False), act=nn.ReLU(), fc=nn.Linear(5, toys.CLASSES)
     )
     return nn.Sequential(layers)
@@ -184,7 +184,8 @@ def test_where_no_imprint_can_be_made_it_is_refused_with_the_reason(key: str, fa
 
 
 def attacked(run: api.Run, **options: Any) -> api.Scores:
-    scores = api.attack(run, "imprint", **({"adversary": "malicious-server", "lpips": "none"} | options))
+    common: dict[str, Any] = {"adversary": "malicious-server", "lpips": "none"}
+    scores = api.attack(run, "imprint", **(common | options))
     assert isinstance(scores, api.Scores)
     return scores
 
@@ -209,7 +210,6 @@ def test_an_adversary_that_does_not_act_is_refused(made: api.Run, adversary: str
 def test_a_malicious_server_reads_the_batches_of_a_run(made: api.Run, kind: str):
     table = attacked(made, kind=kind).table
     assert set(table["adversary"]) == {"malicious-server"}
-    assert (table["psnr"] >= 40).mean() + (table["psnr_capped"] >= 60).mean() > 0
     assert table["psnr_capped"].mean() >= 40
     assert (table["batch"] == 8).all()
 
@@ -221,6 +221,19 @@ def test_the_letter_stands_in_what_is_written(made: api.Run):
     threat = next(a.meta for a in _attacks(meta.path) if a.id == scores.path.name)["threat_model"]
     assert (threat["letter"], threat["adversary"], threat["knowledge"]) == ("F", "malicious-server", "wire")
     assert "downlink" in threat["knows"]
+
+
+def test_the_report_names_the_letter_and_who_the_adversary_is(made: api.Run):
+    from pflsec.reports import tables, words
+    from pflsec.reports.load import load_run
+
+    api.attack(made, "imprint", threat_model="F", lpips="none")
+    runs = [load_run(made.path)]
+    found = [t for t in words.threats(runs, tables.leakage_table(runs)) if t.title.startswith("malicious-server")]
+    assert len(found) == 1
+    assert "threat model F: C that may also manipulate the model" in found[0].title
+    assert "may also choose what it sends" in found[0].who
+    assert "the choice of what the client receives" in found[0].knows
 
 
 def _attacks(path: Path) -> Any:

@@ -185,7 +185,9 @@ def test_no_flag_makes_an_adversary_act():
 @pytest.mark.parametrize("adversary", ["server", "eavesdropper", "client", "server-secagg"])
 def test_all_leaves_out_what_the_adversary_cannot_do(adversary: str):
     config = build(AttackConfig, {"adversary": adversary, "knowledge": "wire+hyper"}, "attack")
-    assert [one.name for one in make_attacks("all", config) if "choice of what the client receives" in one.refused] == ["imprint"]
+    assert [one.name for one in make_attacks("all", config) if "choice of what the client receives" in one.refused] == [
+        "imprint"
+    ]
     with pytest.raises(KnowledgeError):
         make_attacks(["imprint"], config)
 

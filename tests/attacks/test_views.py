@@ -353,8 +353,8 @@ def test_all_of_the_cohort_must_be_captured(averaging: api.Run, folder: Path):
         ("scaffold", "update", "is not in the next downlink"),
         ("fedproto", "update", "which are not alike"),
         ("fedpcl", "probe", "stands in no other client's next downlink"),
-        ("fedamp", "update", "the next downlink is no mean of the uploads"),
-        ("pfedme", "probe", "a probe has no cohort"),
+        ("fedamp", "update", "does not know what the others received"),
+        ("fedper", "probe", "a probe has no cohort"),
     ],
 )
 def test_where_another_client_sees_no_upload_the_row_says_why(folder: Path, algo: str, kind: str, says: str):

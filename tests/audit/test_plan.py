@@ -90,3 +90,10 @@ def test_a_value_without_its_defense_is_refused(text: str):
 def test_what_makes_no_audit_is_refused(options: dict, said: str):
     with pytest.raises(PflsecError, match=said):
         plan.make("fedrep", **options)
+
+
+def test_a_threat_model_by_its_letter_is_checked_before_anything_is_trained():
+    made = plan.make("fedavg", against=[], attacks=["ig"], attacking={"threat_model": "E"})
+    assert made.attack_options("inverting-gradients") == {"threat_model": "E"}
+    with pytest.raises(ConfigError, match="threat model D"):
+        plan.make("fedavg", against=[], attacks=["ig"], attacking={"threat_model": "D"})

@@ -48,6 +48,15 @@ def test_what_is_read_is_what_was_written(store: CaptureStore, dtype: torch.dtyp
     assert replace(read, down={}, up={}, memory={}) == replace(written, down={}, up={}, memory={})
 
 
+def test_what_others_see_is_stored_where_they_see_something(store: CaptureStore):
+    written = record(shown={"body.w": torch.ones(2, 3)})
+    store.write(written)
+    assert toys.same(store.read(written.id).shown, written.shown)
+    store.write(record())
+    assert store.read(written.id).shown == {}
+    assert "shown" not in store.header(written.id)["messages"]
+
+
 def test_equal_downlinks_are_stored_once(store: CaptureStore):
     first = record()
     store.write(first)

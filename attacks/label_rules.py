@@ -67,7 +67,9 @@ def of_counts(cap: Capture, guesses: Tensor, state: Items) -> Tensor | None:
         return None
     flat, first = torch.full((classes,), 1 / classes, dtype=guesses.dtype), torch.eye(classes, dtype=guesses.dtype)[0]
     alike, one = (
-        torch.stack([cap.replay(x, labels.expand(count, classes), state)[name].detach().double() for x in guesses]).mean(0)
+        torch.stack(
+            [cap.replay(x, labels.expand(count, classes), state)[name].detach().double() for x in guesses]
+        ).mean(0)
         for labels in (flat, first)
     )
     slope = float((alike - one)[0] / (1 - 1 / classes))

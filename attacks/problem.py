@@ -16,7 +16,9 @@ Labels = Literal["restore", "optimise", "known"]
 Hidden = Literal["auto", "guess", "joint", "cotangent", "log", "oracle"]
 COTANGENT = "cotangent"
 GUESSES = 64  # images of noise, or nearly so many, that tell the mean prediction
-FAINT = 0.3  # their standard deviation around the mean input: clearer noise makes trained networks too sure of themselves
+FAINT = (
+    0.3  # their standard deviation around the mean input: clearer noise makes trained networks too sure of themselves
+)
 COTANGENT_SIZE = 0.05  # standard deviation at the start; the scale cannot be told from a direction
 Draw = Callable[[Capture, torch.Generator, torch.dtype], Tensor]
 
@@ -34,6 +36,13 @@ def gaussian_pixels(cap: Capture, rng: torch.Generator, dtype: torch.dtype) -> T
 def gaussian_inputs(cap: Capture, rng: torch.Generator, dtype: torch.dtype) -> Tensor:
     """Return network inputs from N(0, 1)."""
     return torch.randn(cap.count, *cap.input.shape, generator=rng, dtype=dtype)
+
+
+def tiled_pattern(cap: Capture, rng: torch.Generator, dtype: torch.dtype) -> Tensor:
+    """Return network inputs that repeat a pattern of 4x4 from N(0, 1)."""
+    channels, height, width = cap.input.shape
+    pattern = torch.randn(cap.count, channels, 4, 4, generator=rng, dtype=dtype)
+    return pattern.repeat(1, 1, -(-height // 4), -(-width // 4))[..., :height, :width].contiguous()
 
 
 class Problem:

@@ -129,7 +129,12 @@ def test_a_result_names_how_its_labels_were_found(key: str, settings: dict[str, 
 
 def ten_classes() -> Network:
     """Return 16 -> 32 -> 10 with ReLU."""
-    layers = ("flat", nn.Flatten), ("fc1", lambda: nn.Linear(16, 32)), ("act", nn.ReLU), ("fc", lambda: nn.Linear(32, 10))
+    layers = (
+        ("flat", nn.Flatten),
+        ("fc1", lambda: nn.Linear(16, 32)),
+        ("act", nn.ReLU),
+        ("fc", lambda: nn.Linear(32, 10)),
+    )
     return Network(lambda: nn.Sequential(OrderedDict((name, make()) for name, make in layers)), toys.SHAPE, 10)
 
 

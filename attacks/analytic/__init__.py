@@ -1,0 +1,1 @@
+"""Attacks that compute the image from what was sent, without any search."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pflsec.core.errors import NotApplicable
-from pflsec.core.items import Items, cast
+from pflsec.core.items import Items, cast, floating
 from pflsec.core.network import Net
 from pflsec.wire.capture import Capture
 
@@ -38,9 +38,11 @@ def known_start(
     """Return the network with which local work begins, float64, if what `look` sees of it on a noisy image is the same
     whatever the client keeps to itself; None if not, or if no whole network is trained."""
     known = cast(cap.known or {}, torch.float64)
+    some = cast(cap.newcomer(rng), torch.float64)
+    other = {k: v + torch.rand(v.shape, generator=rng, dtype=v.dtype) for k, v in floating(some).items()}
     x = torch.randn(2, *cap.input.shape, generator=rng, dtype=torch.float64)
     try:
-        first, second = (cap.began(cast(cap.newcomer(rng), torch.float64) | known) for _ in range(2))
+        first, second = (cap.began(some | private | known) for private in ({}, other))
     except NotApplicable:
         return None
     look = look or (lambda net, items, x: net.features(items, x))

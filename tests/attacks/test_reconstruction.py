@@ -138,8 +138,8 @@ def test_dlg_as_published_searches_without_bounds_and_counts_failures():
 
 
 def test_dlg_as_published_recovers_an_image_where_it_stays_in_the_basin():
-    v = victim()
-    found = [attack("dlg-classic", v.capture(), seed=seed, iterations=30, tolerance=1e-9) for seed in range(8)]
+    v = victim(net=catalogue.build("lenet", toys.SHAPE, toys.CLASSES))
+    found = [attack("dlg-classic", v.capture(), seed=seed, iterations=30, tolerance=1e-9) for seed in range(6)]
     assert max(v.psnr(f.x) for f in found) >= 40
 
 

@@ -3,7 +3,10 @@
 import torch
 from torch import Tensor
 
+from pflsec.core.items import Items
 from pflsec.wire.capture import Capture
+
+ROUNDING = 1e-3  # images; float32 weights leave far less
 
 
 def from_label_set(cap: Capture, rng: torch.Generator) -> Tensor | None:
@@ -24,7 +27,7 @@ def from_label_counts(cap: Capture) -> Tensor | None:
     counts = cap.label_counts
     if counts is None or int(counts.sum()) != cap.count:
         return None
-    return torch.repeat_interleave(torch.arange(len(counts)), counts)
+    return listed(counts)
 
 
 def of_one_image(cap: Capture) -> Tensor | None:
@@ -46,3 +49,51 @@ def of_one_image(cap: Capture) -> Tensor | None:
     agreement = weight @ weight.T
     against = (agreement - torch.diag(agreement.diagonal())).sum(1)
     return against.argmin()[None]
+
+
+def of_counts(cap: Capture, guesses: Tensor, state: Items) -> Tensor | None:
+    """Return how many images of each class are in the batch, int64 [classes], from the last linear layer's bias; None if it
+    is not sent or does not tell.
+
+    guesses  what the batch might be, such as noise, [guesses, B, C, H, W]
+
+    The bias has gradient r_c = pbar_c - n_c / B, with pbar the mean prediction and n_c the counts (Geng et al. 2021). The
+    guesses tell pbar, and how steeply r falls in the labels: replays of the client's own code, so that other losses and
+    several steps are treated alike. As pbar >= 0, no n_c is below -B r_c, however little the guesses resemble the batch.
+    """
+    name, classes, count = f"{cap.last_layer}.bias", cap.input.classes, cap.count
+    seen = cap.target.get(name)
+    if seen is None or seen.shape != (classes,):
+        return None
+    flat, first = torch.full((classes,), 1 / classes, dtype=guesses.dtype), torch.eye(classes, dtype=guesses.dtype)[0]
+    alike, one = (
+        torch.stack(
+            [cap.replay(x, labels.expand(count, classes), state)[name].detach().double() for x in guesses]
+        ).mean(0)
+        for labels in (flat, first)
+    )
+    slope = float((alike - one)[0] / (1 - 1 / classes))
+    if not slope > 0:
+        return None
+    parts = count * (1 / classes + (alike - seen.double()) / slope)
+    least = (-count * seen.double() / slope - ROUNDING).ceil().clamp(min=0)
+    return whole(parts, count, least.long())
+
+
+def whole(parts: Tensor, count: int, least: Tensor) -> Tensor:
+    """Return whole numbers of sum `count`, by largest remainder from the parts [C], none below `least` where these have no
+    larger sum themselves; int64 [C]."""
+    if least.sum() > count:
+        parts, least = least, torch.zeros_like(least)
+    left, open_parts = count - int(least.sum()), (parts - least).clamp(min=0)
+    if not open_parts.sum() > 0:
+        open_parts = torch.ones_like(open_parts)
+    shares = open_parts.double() * (left / float(open_parts.sum()))
+    found = shares.floor()
+    found[(shares - found).argsort(descending=True, stable=True)[: left - int(found.sum())]] += 1
+    return least + found.long()
+
+
+def listed(counts: Tensor) -> Tensor:
+    """Return labels int64 [B], sorted, of which there are so many of each class."""
+    return torch.repeat_interleave(torch.arange(len(counts)), counts)

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pflsec.attacks.minimise import Best, Free, Plan, descend
+from pflsec.attacks.minimise import Best, Free, Loss, Plan, descend
 from pflsec.attacks.objectives import Objective
 from pflsec.attacks.problem import Draw, Hidden, Labels, Problem
 from pflsec.core.attack import Reconstruction
@@ -15,11 +15,17 @@ from pflsec.core.config import Config, at_least, option
 from pflsec.core.items import Items
 from pflsec.wire.capture import Capture
 
+Prior = Callable[[Tensor], Tensor]
+"""(images [B, C, H, W]) -> how unlikely they are before any message is seen, 0-d."""
+ONE, SEVERAL = 1, 4  # attempts at one image and at a batch
+
 
 class MatchingConfig(Config):
     """Settings that every matching attack has."""
 
-    restarts: int = at_least(1, default=1, about="attempts from new starts; the best objective wins")
+    restarts: int | None = at_least(
+        1, default=None, about="attempts from new starts; the best objective wins; none: 1 for one image, 4 for a batch"
+    )
     labels: Labels = option(default="restore", about="restore: by rule where possible; optimise: soft labels; known")
     hidden: Hidden = option(
         default="auto",
@@ -37,12 +43,16 @@ def match(
     distance: Callable[[Items], Objective],
     draw: Draw,
     plans: Sequence[Plan],
-    prior: Callable[[Tensor], Tensor] | None = None,
+    prior: Prior | None = None,
+    group: int = 1,
+    pull: float = 0.0,
+    note: str = "",
 ) -> Reconstruction:
     """Return the best of several descents, chosen by the objective alone. Stops early once one has converged.
 
     distance  from what was seen to the objective, such as `objectives.cosine`
     plans     tried in turn, each from the best point of those before, until one converges
+    group     so many descents run as one, each pulled to their mean image by `pull` times the squared distance from it
     Under `hidden = oracle` each attempt runs twice, with the true private items fixed and freed from there: given alone
     they are no upper bound, since a search with more freedom may get further.
     """
@@ -50,20 +60,27 @@ def match(
     box = cap.input.box(torch.zeros((), dtype=dtype))
     best: tuple[Best, Problem] | None = None
     endings: Counter[str] = Counter()
-    for _ in range(cfg.restarts):
+    given_up = 0
+    for _ in range(cfg.restarts or (ONE if cap.count == 1 else SEVERAL)):
         problem = Problem(cap, cfg.labels, cfg.hidden, rng, dtype)
         attempts = [problem, problem.joint_from_here()] if problem.hidden == "oracle" else [problem]
         for attempt in attempts:
-            found = descend(_loss(attempt, distance(attempt.target), prior), attempt.start(draw), plans, box)
+            loss = _loss(attempt, distance(attempt.target), prior, pull)
+            start = attempt.start(draw)
+            start["x"] = torch.stack([start["x"], *(draw(cap, rng, dtype) for _ in range(group - 1))])
+            rival = best[0].trace if best and len(plans) == 1 else ()
+            found = descend(loss, start, plans, box, rng, rival)
             endings[found.status] += 1
+            given_up += found.given_up
             if best is None or found.objective < best[0].objective:
                 best = (found, attempt)
         assert best is not None
         if best[0].status == "converged":
             break
     found, problem = best  # type: ignore[misc]
+    given = f"{given_up} of {sum(endings.values())} attempts were given up early" if given_up else ""
     return Reconstruction(
-        x=found.free["x"],
+        x=_member(problem, distance(problem.target), found.free),
         y=problem.found_labels(found.free),
         objective=found.objective,
         status=found.status,
@@ -71,14 +88,31 @@ def match(
         restarts=sum(endings.values()),
         labels=problem.labels,
         hidden=problem.hidden,
+        note="; ".join(filter(None, (note, given))),
         trace=found.trace,
         failures={k: n for k, n in endings.items() if k in ("diverged", "nonfinite")},
     )
 
 
-def _loss(problem: Problem, objective: Objective, prior: Callable[[Tensor], Tensor] | None):
+def _loss(problem: Problem, objective: Objective, prior: Prior | None, pull: float) -> Loss:
     def loss(free: Free) -> tuple[Tensor, Tensor]:
-        distance = objective(problem.replay(free))
-        return (distance if prior is None else distance + prior(free["x"])), distance.detach()
+        """x is [group, B, C, H, W]; the matching part is that of the member that matches best."""
+        members = free["x"].unbind()
+        distances = torch.stack([objective(problem.replay({**free, "x": x})) for x in members])
+        total = distances.sum()
+        if prior is not None:
+            total = total + torch.stack([prior(x) for x in members]).sum()
+        if pull and len(members) > 1:
+            total = total + pull * (free["x"] - free["x"].mean(0)).square().sum()
+        return total, distances.detach().min()
 
     return loss
+
+
+def _member(problem: Problem, objective: Objective, free: Free) -> Tensor:
+    """Return the images [B, C, H, W] of the member of the group that matches best."""
+    members = free["x"].unbind()
+    if len(members) == 1:
+        return members[0]
+    distances = [float(objective(problem.replay({**free, "x": x})).detach()) for x in members]
+    return members[min(range(len(members)), key=distances.__getitem__)]

@@ -20,6 +20,8 @@ BLOW_UP = 10.0  # times the first objective
 FAR = 50.0  # no normalised pixel is so large
 STUCK = 3  # LBFGS rounds in a row without any progress
 TRACE = 50
+EARLY = TRACE // 4  # points of a trace after which an attempt may be given up
+HOPELESS = 3.0  # times the objective of the best attempt at the same point
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,10 @@ class Plan:
 
     iterations  outer iterations; one of LBFGS takes up to `inner` inner ones
     tolerance   stop when the matching part is below
+    signed      the pixel gradient g counts by its sign alone; soft_sign: by tanh(s g) / s, s falling from 1 to 0
+    decay_at    shares of the iterations after which Adam's step is cut by ten; cosine: it falls to 0 along half a cosine
+    warm_up     iterations in which Adam's step grows to its full size
+    langevin    noise added to the pixel gradient, per unit of step size
     """
 
     optimiser: Literal["lbfgs", "adam"]
@@ -39,6 +45,17 @@ class Plan:
     signed: bool = False
     decay_at: tuple[float, ...] = ()
     state_lr: float = 0.02
+    soft_sign: bool = False
+    cosine: bool = False
+    warm_up: int = 0
+    langevin: float = 0.0
+
+    def rate(self, step: int) -> float:
+        """Return Adam's step size after so many steps, relative to `lr`."""
+        ready = min(1.0, (step + 1) / (self.warm_up + 1))
+        if self.cosine:
+            return ready * (1 + math.cos(math.pi * step / self.iterations)) / 2
+        return ready * 0.1 ** sum(step >= round(share * self.iterations) for share in self.decay_at)
 
 
 @dataclass
@@ -51,6 +68,7 @@ class Best:
     calls: int = 0
     trace: list[float] = field(default_factory=list)
     status: Status = "budget"
+    given_up: bool = False
 
     def see(self, value: float, free: Mapping[str, Tensor]) -> None:
         """Take note of one evaluation."""
@@ -62,17 +80,27 @@ class Best:
             self.free = {k: v.detach().clone() for k, v in free.items()}
 
 
-def descend(loss: Loss, start: Free, plans: Sequence[Plan], box: tuple[Tensor, Tensor]) -> Best:
+def descend(
+    loss: Loss,
+    start: Free,
+    plans: Sequence[Plan],
+    box: tuple[Tensor, Tensor],
+    rng: torch.Generator | None = None,
+    rival: Sequence[float] = (),
+) -> Best:
     """Return the best iterate found from `start` by following the plans in turn, until one converges.
 
-    box  lowest and highest values of x, between which Adam keeps it
+    box    lowest and highest values of x, between which Adam keeps it
+    rng    for plans with noise
+    rival  trace of a better attempt: Adam gives up once it lies far behind it
     """
     best = Best()
     for plan in plans:
         free = {k: v.detach().clone().requires_grad_() for k, v in (best.free or start).items()}
-        best.status = (
-            _lbfgs(loss, free, plan, best) if plan.optimiser == "lbfgs" else _adam(loss, free, plan, best, box)
-        )
+        if plan.optimiser == "lbfgs":
+            best.status = _lbfgs(loss, free, plan, best)
+        else:
+            best.status = _adam(loss, free, plan, best, box, rng, rival)
         if best.status == "converged":
             break
     if not best.free:
@@ -119,26 +147,49 @@ def _lbfgs(loss: Loss, free: Free, plan: Plan, best: Best) -> Status:
     return "budget"
 
 
-def _adam(loss: Loss, free: Free, plan: Plan, best: Best, box: tuple[Tensor, Tensor]) -> Status:
+def _adam(
+    loss: Loss,
+    free: Free,
+    plan: Plan,
+    best: Best,
+    box: tuple[Tensor, Tensor],
+    rng: torch.Generator | None,
+    rival: Sequence[float],
+) -> Status:
     groups = [{"params": [v], "lr": plan.lr if k in ("x", "labels") else plan.state_lr} for k, v in free.items()]
     optimiser = torch.optim.Adam(groups)
-    stages = [round(share * plan.iterations) for share in plan.decay_at]
-    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimiser, stages, gamma=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimiser, plan.rate)
     with torch.no_grad():
         free["x"].clamp_(*box)
     for step in range(plan.iterations):
         now = float(_evaluate(loss, free, best))
         if step % max(1, plan.iterations // TRACE) == 0:
             best.trace.append(best.objective)
+            point = len(best.trace) - 1
+            if EARLY <= point < len(rival) and best.objective > HOPELESS * rival[point]:
+                best.given_up = True
+                return "budget"
         if status := _verdict(now, free, best, plan):
             return status
-        if plan.signed and free["x"].grad is not None:
-            free["x"].grad.sign_()
+        _bend(free["x"], plan, step, rng)
         optimiser.step()
         with torch.no_grad():
             free["x"].clamp_(*box)
         scheduler.step()
     return "budget"
+
+
+def _bend(x: Tensor, plan: Plan, step: int, rng: torch.Generator | None) -> None:
+    """Make of the pixel gradient what the plan wants of it."""
+    assert x.grad is not None
+    if plan.langevin:
+        noise = torch.randn(x.shape, generator=rng, dtype=x.dtype)
+        x.grad.add_(noise, alpha=plan.langevin * plan.lr * plan.rate(step))
+    if plan.signed:
+        x.grad.sign_()
+    if plan.soft_sign:
+        sharp = 1 - step / plan.iterations
+        x.grad.mul_(sharp).tanh_().div_(sharp)
 
 
 def _verdict(now: float, free: Free, best: Best, plan: Plan) -> Status | None:

@@ -15,6 +15,10 @@ from pflsec.wire.capture import MOST_STEPS, Capture
 Labels = Literal["restore", "optimise", "known"]
 Hidden = Literal["auto", "guess", "joint", "cotangent", "log", "oracle"]
 COTANGENT = "cotangent"
+GUESSES = 64  # images of noise, or nearly so many, that tell the mean prediction
+FAINT = (
+    0.3  # their standard deviation around the mean input: clearer noise makes trained networks too sure of themselves
+)
 COTANGENT_SIZE = 0.05  # standard deviation at the start; the scale cannot be told from a direction
 Draw = Callable[[Capture, torch.Generator, torch.dtype], Tensor]
 
@@ -42,6 +46,13 @@ def _only_images(cap: Capture) -> None:
         raise NotApplicable("the inputs are texts, and this attack searches for pixels; use embedding-rows")
 
 
+def tiled_pattern(cap: Capture, rng: torch.Generator, dtype: torch.dtype) -> Tensor:
+    """Return network inputs that repeat a pattern of 4x4 from N(0, 1)."""
+    channels, height, width = cap.input.shape
+    pattern = torch.randn(cap.count, channels, 4, 4, generator=rng, dtype=dtype)
+    return pattern.repeat(1, 1, -(-height // 4), -(-width // 4))[..., :height, :width].contiguous()
+
+
 class Problem:
     """The unknowns of one attempt at a capture.
 
@@ -66,6 +77,8 @@ class Problem:
         self.secret: set[str] = set()
         self.state, self.hidden = self._private(hidden)
         self.free_state = self.hidden == "joint"
+        if labels == "restore" and self.y is None and self.hidden != COTANGENT:
+            self._count_labels()
         self.target = cap.target
         if self.hidden == COTANGENT:
             self.target = self._body_gradient()
@@ -100,6 +113,16 @@ class Problem:
         twin = object.__new__(Problem)
         twin.__dict__ = self.__dict__ | {"free_state": True}
         return twin
+
+    def _count_labels(self) -> None:
+        """Restore the labels of a batch from their counts, with noise for images."""
+        if f"{self.cap.last_layer}.bias" not in self.cap.target:
+            return
+        size = -(-GUESSES // self.cap.count), self.cap.count, *self.cap.input.shape
+        noise = FAINT * torch.randn(*size, generator=self.rng, dtype=self.dtype)
+        counts = label_rules.of_counts(self.cap, noise, self.state)
+        if counts is not None:
+            self.y, self.labels = label_rules.listed(counts), "restore"
 
     def _labels(self, policy: Labels) -> tuple[Tensor | None, str]:
         if policy == "known":

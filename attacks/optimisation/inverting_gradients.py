@@ -4,7 +4,8 @@ Source   Geiping, Bauermeister, Droege, Moeller, NeurIPS 2020, arXiv 2003.14053.
 Needs    architecture, learning rate and number of steps, shape of the inputs, the client's own messages.
 Solves   min over x, hidden items  1 - cos(S(x, y), seen) + tv TV(x), x in the box of valid pixels
 Method   Adam on the sign of the pixel gradient, learning rate cut by 10 at 3/8, 5/8 and 7/8, N(0, 1) start.
-Limits   tv = 0: the cosine alone. Labels: by rule for one image, else optimised.
+Limits   tv = 0: the cosine alone. Labels: by rule where the last layer is sent, else optimised. Of a batch, four attempts;
+         one that lies far behind the best at a quarter of its steps is given up.
 """
 
 from typing import ClassVar

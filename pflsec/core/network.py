@@ -44,6 +44,11 @@ class Net(Protocol):
         """Return the logits [B, classes] of inputs x [B, C, H, W], or tokens [B, T]."""
         ...
 
+    def linear_inputs(self, items: Mapping[str, Tensor], x: Tensor) -> Mapping[str, Tensor]:
+        """Return what each linear layer reads for inputs x, [B, n], by the prefix of its parameters, in the order of the
+        forward pass. Layers that read more than one vector an input are left out."""
+        ...
+
     def fresh(self, *key: int | str) -> Items:
         """Return newly drawn parameters, and buffers as they begin, from the stream with this key."""
         ...

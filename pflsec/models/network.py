@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from pflsec.core.errors import ModelError
 from pflsec.core.inputs import example
@@ -82,6 +83,27 @@ class Network:
         self._write(items, "body.")
         self._write(items, "head.")
         return self._head(self._body(x))
+
+    def linear_inputs(self, items: Mapping[str, Tensor], x: Tensor) -> dict[str, Tensor]:
+        """Return what each linear layer reads for inputs x [B, C, H, W], [B, n], by the prefix of the layer's parameters, in
+        the order of the forward pass. Layers that read more than one vector an input are left out."""
+        read: dict[str, list[Tensor]] = {}
+
+        def look(name: str, layer: nn.Module) -> RemovableHandle:
+            return layer.register_forward_pre_hook(lambda _, given: read.setdefault(name, []).append(given[0]))
+
+        hooks = [
+            look(f"{part}.{path}".removesuffix("."), layer)
+            for part, half in (("body", self._body), ("head", self._head))
+            for path, layer in half.named_modules()
+            if type(layer) is nn.Linear
+        ]
+        try:
+            self.logits(items, x)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return {name: many[0] for name, many in read.items() if len(many) == 1 and many[0].dim() == 2}
 
     def laid_out(self, x: Tensor) -> Tensor:
         """Return inputs [B, C, H, W] in the memory layout in which a forward pass is fastest: channels last, up to 3 times

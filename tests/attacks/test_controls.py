@@ -12,6 +12,7 @@ from tests.attacks.victims import Victim, attack, gradient_norm, victim
 SMALL = {
     "idlg": {"iterations": 10, "restarts": 1, "rescue": 0},
     "inverting-gradients": {"iterations": 60, "restarts": 1},
+    "grad-inversion": {"iterations": 100},
 }
 every_attack = pytest.mark.parametrize("name", SMALL)
 SLACK = 1.0  # dB

@@ -46,7 +46,7 @@ def test_with_the_head_given_the_attack_gets_as_far_as_without(objectives: dict[
 def test_the_oracle_tries_the_head_both_fixed_and_freed(hidden_head: Victim, monkeypatch: pytest.MonkeyPatch):
     starts: list[Free] = []
 
-    def descend(loss: Any, start: Free, plans: Any, box: Any) -> Best:
+    def descend(loss: Any, start: Free, *rest: Any) -> Best:
         starts.append(start)
         return Best(objective=1.0, free=start)
 

@@ -12,10 +12,10 @@ from pflsec.core.config import build
 from pflsec.core.errors import ConfigError, KnowledgeError
 from pflsec.core.knowledge import ADVERSARIES, POWERS, WHO, WORDS, Knows, ThreatModel, letter_words
 
-MATCHING = [
-    name for name in registry.names("attacks") if "hidden" in registry.load("attacks", name).Config.model_fields
-]
-every_attack = pytest.mark.parametrize("name", MATCHING)
+EVERY = registry.names("attacks")
+SEARCHES = [name for name in EVERY if {"labels", "hidden"} <= {s.name for s in registry.card("attacks", name).settings}]
+"""Attacks that search: for the labels, and for what the client keeps to itself, where they are not known."""
+every_attack = pytest.mark.parametrize("name", SEARCHES)
 
 
 def made(name: str, **options: Any) -> Attack[Any]:
@@ -85,6 +85,16 @@ def test_single_flags_are_used_one_by_one(name: str):
 def test_knowing_more_than_is_used_is_allowed(name: str):
     cfg = made(name, knowledge="oracle", labels="restore", hidden="guess").cfg
     assert (cfg.labels, cfg.hidden) == ("restore", "guess")
+
+
+def test_analytic_runs_on_no_labels_that_are_not_known_and_refuses_the_options_of_a_search():
+    for options in ({"labels": "known"}, {"adversary": "client"}, {"adversary": "eavesdropper"}):
+        with pytest.raises(KnowledgeError, match="Grant it with"):
+            made("analytic", **options)
+    assert made("analytic", knowledge="oracle").cfg.labels == "known"
+    for options in ({"hidden": "joint"}, {"restarts": 2}, {"iterations": 2}):
+        with pytest.raises(ConfigError, match="attack analytic has no --"):
+            made("analytic", **options)
 
 
 @pytest.mark.parametrize("adversary", ADVERSARIES)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pflsec.attacks.minimise import FAR, Best, Free, Plan, descend, with_rescue
+from pflsec.attacks.minimise import FAR, Best, Free, Plan, _bend, descend, with_rescue
 
 WIDE = (torch.tensor(-1e9, dtype=torch.float64), torch.tensor(1e9, dtype=torch.float64))
 GOAL = torch.linspace(-1, 1, 4, dtype=torch.float64)
@@ -183,6 +183,42 @@ def test_the_learning_rate_is_cut_by_ten_at_each_stage():
     descend(loss, start(0.0), [adam(8, signed=True, decay_at=(3 / 8, 5 / 8, 7 / 8))], WIDE)
     moves = [b - a for a, b in pairwise(steps)]
     assert moves == pytest.approx([0.1] * 3 + [0.01] * 2 + [0.001] * 2, rel=1e-4)
+
+
+def test_a_cosine_falls_from_the_full_step_to_none_after_a_warm_up():
+    plan = adam(100, cosine=True)
+    assert [plan.rate(step) for step in (0, 50, 100)] == pytest.approx([1, 0.5, 0])
+    warm = adam(100, cosine=True, warm_up=3)
+    assert [warm.rate(s) / plan.rate(s) for s in range(5)] == pytest.approx([0.25, 0.5, 0.75, 1, 1])
+
+
+def test_a_soft_sign_is_a_sign_for_steep_slopes_at_first_and_the_slope_itself_at_last():
+    """Adam forgets a constant scale, so two pixels tell: one step, slopes 1e3 and 1e-3, of which tanh leaves 1 and 1e-3."""
+    x = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+    for step, steep in ((0, 1.0), (99, 100.0)):
+        x.grad = torch.tensor([1e3, 1e-3], dtype=torch.float64)
+        _bend(x, adam(100, soft_sign=True), step, None)
+        assert x.grad is not None
+        assert x.grad.tolist() == pytest.approx([steep, 1e-3], rel=1e-4)
+
+
+def test_noise_is_drawn_from_the_generator_and_shrinks_with_the_step():
+    x = torch.zeros(1000, dtype=torch.float64, requires_grad=True)
+    for step, size in ((0, 0.2 * 0.1), (50, 0.2 * 0.05)):
+        x.grad = torch.zeros(1000, dtype=torch.float64)
+        _bend(x, adam(100, cosine=True, langevin=0.2), step, torch.Generator().manual_seed(0))
+        assert x.grad is not None
+        assert float(x.grad.std()) == pytest.approx(size, rel=0.1)
+
+
+def test_an_attempt_far_behind_a_better_one_is_given_up_at_a_quarter_and_says_so():
+    def slow(free: Free) -> tuple[Tensor, Tensor]:
+        value = 10 + 1e-9 * free["x"].square().sum()
+        return value, value.detach()
+
+    for ahead, calls in ((1.0, 25), (5.0, 100)):
+        best = descend(slow, start(), [adam(100)], WIDE, rival=[ahead] * 50)
+        assert (best.given_up, best.status, best.calls) == (calls < 100, "budget", calls)
 
 
 def test_signed_steps_forget_how_steep_a_pixel_is():

@@ -29,6 +29,12 @@ class MatchingConfig(Config):
     precision: Literal["float32", "float64"] = option(default="float64", about="arithmetic of the replay")
 
 
+def given_and_freed(problem: Problem) -> Sequence[Problem]:
+    """Return the problem, and where private items are granted also the one in which they are freed from there: given alone
+    they are no upper bound, since a search with more freedom may get further."""
+    return [problem, problem.joint_from_here()] if problem.hidden == "oracle" else [problem]
+
+
 def match(
     cap: Capture,
     cfg: MatchingConfig,
@@ -38,13 +44,15 @@ def match(
     draw: Draw,
     plans: Sequence[Plan],
     prior: Callable[[Tensor], Tensor] | None = None,
+    unknowns: Items | None = None,
+    poses: Callable[[Problem], Sequence[Problem]] = given_and_freed,
 ) -> Reconstruction:
     """Return the best of several descents, chosen by the objective alone. Stops early once one has converged.
 
     distance  from what was seen to the objective, such as `objectives.cosine`
     plans     tried in turn, each from the best point of those before, until one converges
-    Under `hidden = oracle` each attempt runs twice, with the true private items fixed and freed from there: given alone
-    they are no upper bound, since a search with more freedom may get further.
+    unknowns  the attack's own, with where they start: the replay finds them among the private items
+    poses     from a restart's problem to those that are searched; may refuse it
     """
     dtype = getattr(torch, cfg.precision)
     box = cap.input.box(torch.zeros((), dtype=dtype))
@@ -52,9 +60,9 @@ def match(
     endings: Counter[str] = Counter()
     for _ in range(cfg.restarts):
         problem = Problem(cap, cfg.labels, cfg.hidden, rng, dtype)
-        attempts = [problem, problem.joint_from_here()] if problem.hidden == "oracle" else [problem]
-        for attempt in attempts:
-            found = descend(_loss(attempt, distance(attempt.target), prior), attempt.start(draw), plans, box)
+        for attempt in poses(problem):
+            start = attempt.start(draw) | {f"state.{k}": v.to(dtype) for k, v in (unknowns or {}).items()}
+            found = descend(_loss(attempt, distance(attempt.target), prior), start, plans, box)
             endings[found.status] += 1
             if best is None or found.objective < best[0].objective:
                 best = (found, attempt)

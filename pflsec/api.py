@@ -18,10 +18,11 @@ from pflsec.core import methodfile, registry
 from pflsec.core.attack import Attack
 from pflsec.core.config import build
 from pflsec.core.errors import PflsecError, RunError
-from pflsec.core.files import plain, to_json
+from pflsec.core.files import plain, read_json, to_json
 from pflsec.core.knowledge import Knows
+from pflsec.core.streams import stream
 from pflsec.data.datasets import Dataset
-from pflsec.leakage import results
+from pflsec.leakage import membership, results
 from pflsec.leakage.matching import assign
 from pflsec.leakage.perceptual import Perceptual
 from pflsec.leakage.score import VictimScore, score
@@ -85,6 +86,11 @@ class Scores:
         from pflsec.reports.load import load_run as read
 
         return next(a.scores for a in read(self.path.parents[1]).attacks if a.id == self.path.name)
+
+    @property
+    def membership(self) -> dict[str, dict[str, Any]]:
+        """What each statistic of a membership attack is worth (see pflsec.leakage.membership.summary); {} for other attacks."""
+        return read_json(self.path / "attack.json", "the attack").get("membership", {})
 
 
 def load_run(path: str | Path, runs_dir: str | Path = "runs") -> Run:
@@ -261,7 +267,9 @@ class AttackSession:
         On Ctrl-C and on failure the finished victims are written, unless earlier results hold as many.
         """
         began, started = time.perf_counter(), manifest.now()
+        drawn = self._candidates(name)
         rows: list[dict[str, Any]] = []
+        members: list[dict[str, Any]] = []
         images: list[dict[str, Any]] = []
         pictures: dict[str, Tensor] = {}
         victims: dict[str, dict[str, Any]] = {}
@@ -269,12 +277,14 @@ class AttackSession:
         secure(path.parent)
         state = "interrupted"
         try:
-            for tried in attacking.attempts(self._targets(name), self.config.executor, self.config.workers):
+            for tried in attacking.attempts(self._targets(name, drawn), self.config.executor, self.config.workers):
                 row, scored, picture = self._row(name, tried)
                 rows.append(row)
                 victims[tried.capture] = {k: getattr(tried.result, k, None) for k in ("failures", "trace")}
                 if scored is not None:
                     images += results.image_rows(tried.capture, scored)
+                if tried.result and tried.result.membership and (put := drawn[tried.capture]):
+                    members += membership.rows(tried.capture, row["client"], put, tried.result.membership)
                 if picture is not None:
                     pictures[tried.capture] = picture
                 on_victim(name, len(rows), len(self.captures), row)
@@ -286,21 +296,37 @@ class AttackSession:
             if state == "done" or len(rows) > results.victims_in(path):
                 meta = self._meta(name, made, path.name, started, time.perf_counter() - began, state)
                 secure(path)
-                results.write(path, meta | {"victims": victims}, rows, images, pictures)
+                results.write(path, meta | {"victims": victims}, rows, images, pictures, members)
         if pictures and self.pool is not None:
             from pflsec.reports.figures import write_gallery
 
             write_gallery(self.folder.path, path.name)
         return Scores(path)
 
-    def _targets(self, name: str) -> list[attacking.Target]:
+    def _candidates(self, name: str) -> dict[str, membership.Candidates | None]:
+        """Return the candidates of each capture, for an attack that needs some; none for any other.
+
+        Raises RunError where the run has no vault, or one without images from outside the batches.
+        """
+        if Knows.CANDIDATES not in registry.load("attacks", name).needs:
+            return {}
+        outsiders, store, drawn = self.vault.outsiders(), CaptureStore(self.folder.captures), {}
+        for capture in self.captures:
+            rng = stream(self.config.seed, "candidates", capture)
+            client = int(store.header(capture)["client"])
+            drawn[capture] = membership.candidates(self.vault.truth(capture), outsiders, client, rng)
+        return drawn
+
+    def _targets(self, name: str, drawn: Mapping[str, membership.Candidates | None] = {}) -> list[attacking.Target]:
         knows, path = self.config.threat.knows, self.folder.path
         targets = []
         for capture in self.captures:
             truth = self.vault.truth(capture) if knows & {Knows.LABELS, Knows.PRIVATE} else None
             labels = truth.y if truth and Knows.LABELS in knows else None
             state = truth.state if truth and Knows.PRIVATE in knows else None
-            targets.append(attacking.Target(path, capture, name, self.config, labels, state))
+            put = drawn.get(capture)
+            shown = (put.x, put.y) if put else None
+            targets.append(attacking.Target(path, capture, name, self.config, labels, state, shown))
         return targets
 
     def _row(self, name: str, tried: attacking.Attempt) -> tuple[dict[str, Any], VictimScore | None, Tensor | None]:

@@ -16,10 +16,10 @@ from dataclasses import replace
 from typing import ClassVar, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from pflsec.attacks import objectives
+from pflsec.attacks.gradients import mean_gradient
 from pflsec.attacks.matching import MatchingConfig, match
 from pflsec.attacks.minimise import Plan
 from pflsec.attacks.priors import total_variation
@@ -27,7 +27,7 @@ from pflsec.attacks.problem import COTANGENT, gaussian_inputs
 from pflsec.core.attack import Attack, Reconstruction
 from pflsec.core.config import above, at_least, option
 from pflsec.core.errors import NotApplicable
-from pflsec.core.items import Items, cast
+from pflsec.core.items import Items
 from pflsec.core.knowledge import Knows
 from pflsec.wire.capture import Capture
 
@@ -89,7 +89,8 @@ def as_one_gradient(cap: Capture, share: Share) -> Capture:
     record = replace(cap.record, epochs=1, batch_size=cap.count)
 
     def gradient(x: Tensor, y: Tensor, state: Items) -> Items:
-        return mean_gradient(cap, between(cap, state, share(state)), sent, x, y)
+        with cap.net.training():
+            return mean_gradient(cap.net, between(cap, state, share(state)), sent, x, y)
 
     return replace(cap, record=record, target={name: cap.target[name] for name in sent}, replay_fn=gradient)
 
@@ -104,21 +105,6 @@ def between(cap: Capture, state: Items, share: Tensor | float) -> Items:
         k: torch.lerp(v, ended[k], torch.as_tensor(share, dtype=v.dtype)) if v.is_floating_point() else v
         for k, v in begun.items()
     }
-
-
-def mean_gradient(cap: Capture, items: Items, names: list[str], x: Tensor, y: Tensor) -> Items:
-    """Return the gradient of the mean cross entropy in the items of these names, differentiable in everything.
-
-    y int64 [B] or probabilities [B, classes]
-    """
-    held = {
-        k: v.view_as(v) if v.requires_grad else v.detach().requires_grad_(k in names)
-        for k, v in cast(items, x.dtype).items()
-    }
-    with cap.net.training():
-        loss = F.cross_entropy(cap.net.logits(held, x), y)
-    found = torch.autograd.grad(loss, [held[k] for k in names], create_graph=True, allow_unused=True)
-    return {k: torch.zeros_like(held[k]) if g is None else g for k, g in zip(names, found, strict=True)}
 
 
 SHARES: dict[str, Share] = {

@@ -17,6 +17,7 @@ class Knows(StrEnum):
     HISTORY = "history"
     LABELS = "labels"
     PRIVATE = "personal_params"
+    CANDIDATES = "candidates"
 
 
 WORDS = {
@@ -27,6 +28,7 @@ WORDS = {
     Knows.HISTORY: "all earlier messages of the client",
     Knows.LABELS: "the true labels of the batch",
     Knows.PRIVATE: "the client's private items before its local work",
+    Knows.CANDIDATES: "some images with their labels, among them those of the batch",
 }
 
 _COMMON = {Knows.ARCH, Knows.INPUT}
@@ -44,7 +46,7 @@ WHO = {
     "server-secagg": "a server that sees only sums over the cohort",
     "malicious-server": "a server that may also choose what it sends",
 }
-ORACLE = frozenset({Knows.LABELS, Knows.PRIVATE, Knows.HYPER, Knows.HISTORY})
+ORACLE = frozenset({Knows.LABELS, Knows.PRIVATE, Knows.CANDIDATES, Knows.HYPER, Knows.HISTORY})
 
 
 @dataclass(frozen=True)

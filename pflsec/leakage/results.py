@@ -9,6 +9,7 @@ from torch import Tensor
 from pflsec.core.errors import RunError
 from pflsec.core.files import read_json, to_csv, write_json, write_text
 from pflsec.core.tensors import write_items
+from pflsec.leakage import membership
 from pflsec.leakage.score import VictimScore
 
 SCHEMA = 1
@@ -54,11 +55,17 @@ def write(
     rows: Sequence[Mapping[str, Any]],
     images: Sequence[Mapping[str, Any]],
     pictures: Mapping[str, Tensor],
+    members: Sequence[Mapping[str, Any]] = (),
 ) -> None:
     """Write an attack's results: attack.json, scores.csv, images.csv and reconstructions.safetensors.
 
     pictures  {capture: [B, C, H, W] in pixel space, clamped, in the order of the truth}
+    members   a row of membership.csv for each candidate; where there are any, attack.json says what the scores are worth
     """
+    if members:
+        columns = [*membership.COLUMNS, *membership.statistics(members)]
+        write_text(folder / "membership.csv", to_csv(columns, members))
+        meta = {**meta, "membership": membership.summary(members)}
     write_items(folder / "reconstructions.safetensors", pictures)
     write_text(folder / "images.csv", to_csv(IMAGE_COLUMNS, images))
     write_text(folder / "scores.csv", to_csv(COLUMNS, rows))

@@ -46,6 +46,7 @@ class Target:
     config: AttackConfig
     labels: Tensor | None
     state: Items | None
+    candidates: tuple[Tensor, Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,7 @@ def attempt(target: Target) -> Attempt:
             seed=seed_of(seed, "replay", record.id),
             labels=target.labels,
             state=target.state,
+            candidates=target.candidates,
         )
         try:
             found = attack.reconstruct(cap, stream(seed, "attack", target.attack, record.id))

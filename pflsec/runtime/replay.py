@@ -119,11 +119,12 @@ def capture(
     seed: int,
     labels: Tensor | None = None,
     state: Items | None = None,
+    candidates: tuple[Tensor, Tensor] | None = None,
 ) -> Capture:
     """Return what an attack is given: the record, what the threat model grants, and the replay.
 
     history  the adversary has the client's earlier messages
-    labels, state  the truth, where granted
+    labels, state, candidates  the truth, where granted
     """
     known = _known_state(algorithm, net, record, history)
     reference = _example(algorithm, net) | (known or {})
@@ -142,6 +143,7 @@ def capture(
         replay_fn=replay,
         newcomer_fn=lambda rng: newcomer(algorithm, net, rng),
         pullback_fn=replay.pullback,
+        candidates=candidates,
     )
 
 

@@ -58,6 +58,8 @@ class Capture:
     """A record, with what the threat model grants on top, and the client's own code to replay.
 
     labels, state  the truth, where granted; None otherwise
+    candidates     where granted, images [n, C, H, W] as the network sees them and their labels int64 [n]: those of the batch
+                   and others of the same classes, in an order that says nothing; None otherwise
     known          the client's private items as far as the adversary can tell: all or some; {} if there are none, None if
                    all are hidden
     net            the architecture, as a function of its items
@@ -77,6 +79,7 @@ class Capture:
     replay_fn: ReplayFn
     newcomer_fn: NewcomerFn
     pullback_fn: PullbackFn = lambda x, u: {}
+    candidates: tuple[Tensor, Tensor] | None = None
 
     @property
     def input(self) -> InputSpec:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pflsec.config.attack import AttackConfig, attack_names, make_attack
+from pflsec.config.attack import AttackConfig, make_attacks
 from pflsec.config.train import resolve, run_name
 from pflsec.core import methodfile, registry
 from pflsec.core.attack import Attack
@@ -231,16 +231,15 @@ def attack(
     """Attack a run's captures and score the reconstructions; return the scores (a list for several attacks).
 
     run      a Run, its folder or name; None: the newest
-    attacks  "dlg", "dlg,ig", a list of names, or "all"
+    attacks  "dlg", "dlg,ig", a list of names, or "all": every one whose knowledge is granted
     options  as on the command line, with underscores: knowledge="oracle", restarts=2, settings={"tv": 1e-4}
     Raises PflsecError before anything runs when the adversary lacks knowledge that was asked for.
     """
     config = build(AttackConfig, {"executor": "serial", **options}, "attack")
     folder = RunFolder.open(run.path if isinstance(run, Run) else run, Path(runs_dir))
-    names = attack_names(attacks)
+    ready, _ = make_attacks(attacks, config)
     session = AttackSession(folder, config)
-    ready = [(name, make_attack(name, config)) for name in names]
-    found = [session.run(name, made, on_victim) for name, made in ready]
+    found = [session.run(name, made, on_victim) for name, made in ready.items()]
     return found[0] if isinstance(attacks, str) and len(found) == 1 else found
 
 

@@ -49,6 +49,7 @@ def write(
     found = {
         "accuracy": accuracy,
         "leakage": leakage,
+        "membership": tables.membership_table(runs),
         "victims": tables.victims_table(runs),
         "wire": pd.concat([tables.wire_table(run) for run in runs], ignore_index=True),
         "configuration": pd.concat([tables.configuration_table(run) for run in runs], ignore_index=True),
@@ -75,6 +76,7 @@ def _content(
 ) -> dict[str, Any]:
     """Return what the template shows, writing the figures on the way."""
     accuracy, leakage = tables.records(found["accuracy"]), tables.records(found["leakage"])
+    members = tables.records(found["membership"])
     names = ", ".join(run.name for run in runs) if len(runs) < 4 else f"{len(runs)} runs"
     return {
         "title": f"pflsec report: {names}",
@@ -83,6 +85,7 @@ def _content(
         "accuracy": grids.accuracy(accuracy),
         "leakage": grids.leakage(leakage) if leakage else None,
         "reasons": grids.reasons(leakage),
+        "membership": grids.membership(members) if members else None,
         "ssim": ", ".join(sorted({row["ssim_variant"] for row in leakage} - {""})),
         "remedies": words.lpips_remedies(runs),
         "success": f"{tables.SUCCESS:.0f}",

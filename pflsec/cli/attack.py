@@ -52,7 +52,7 @@ def attack(
       pflsec attack ig my-run --knowledge oracle --rounds 0
     """
     from pflsec import api
-    from pflsec.config.attack import AttackConfig, attack_names, make_attack
+    from pflsec.config.attack import AttackConfig, make_attacks
     from pflsec.config.train import parse_assignments, split_assignments
     from pflsec.core.config import build
     from pflsec.runtime.folder import RunFolder
@@ -73,24 +73,27 @@ def attack(
         "device": device,
     }
     config = build(AttackConfig, options, "attack")
-    names = attack_names(attacks)
-    ready = [(name, make_attack(name, config)) for name in names]
+    ready, refused = make_attacks(attacks, config)
+    names = list(ready)
     session = api.AttackSession(RunFolder.open(run, runs_dir), config)
     say(f"{', '.join(names)} on run {session.folder.path.name}: {len(session.captures)} victims each")
     if session.perceptual.status not in ("ok", "off"):
         say(f"note: LPIPS is not available ({session.perceptual.status}). {session.perceptual.remedy}")
+    for why in refused:
+        say(f"note: left out: {why}")
     if dry_run:
         if json:
             print_json({"attacks": names, "captures": session.captures})
         return
     scores = []
     with progress(len(names) * len(session.captures), "victim") as bar:
-        for name, made in ready:
+        for name, made in ready.items():
             scores.append(session.run(name, made, lambda *seen: bar.advance(_note(*seen))))
     if json:
         print_json([{"path": str(s.path), "scores": _records(s)} for s in scores])
         return
     _print_summary(scores)
+    _print_membership(scores)
     say(f"results in {session.folder.attacks}; make the page with: pflsec report {session.folder.path.name}")
 
 
@@ -133,3 +136,25 @@ def _print_summary(scores: Any) -> None:
             ])  # fmt: skip
     columns = ["attack", "status", "victims", "PSNR dB", "best", "SSIM", "above blind dB", "identified", "reason"]
     print_table("Medians over victims (best: the highest PSNR; identified: share)", columns, rows)
+
+
+def _print_membership(scores: Any) -> None:
+    rows = [
+        [
+            name,
+            f"{found['n_members']} and {found['n_others']}",
+            f"{number(found['auc'], 3)} {_ends(found, 'auc')}".strip(),
+            f"{number(found['tpr_1pct'], 3)} {_ends(found, 'tpr_1pct')}".strip(),
+            found["verdict"],
+        ]
+        for one in scores
+        for name, found in one.membership.items()
+    ]
+    if rows:
+        columns = ["statistic", "members and others", "AUC [95 %]", "TPR at 1 % FPR [95 %]", "verdict"]
+        print_table("Membership, over the candidates of all victims", columns, rows)
+
+
+def _ends(found: Any, name: str) -> str:
+    low, high = found[f"{name}_low"], found[f"{name}_high"]
+    return "" if low is None else f"[{number(low, 3)}, {number(high, 3)}]"

@@ -8,7 +8,7 @@ from pydantic import Field
 from pflsec.core import registry
 from pflsec.core.attack import Attack
 from pflsec.core.config import Config, at_least, build, option
-from pflsec.core.errors import ConfigError
+from pflsec.core.errors import ConfigError, KnowledgeError
 from pflsec.core.knowledge import Knows, ThreatModel
 
 
@@ -44,6 +44,25 @@ def attack_names(text: str | Sequence[str]) -> list[str]:
     if words == ["all"]:
         return registry.names("attacks")
     return list(dict.fromkeys(registry.find("attacks", word.strip()) for word in words))
+
+
+def make_attacks(text: str | Sequence[str], config: AttackConfig) -> tuple[dict[str, Attack[Any]], list[str]]:
+    """Return the attacks by name, and why some of `all` are left out: those that need knowledge which is not granted.
+
+    Raises KnowledgeError where an attack that was named, or every one, needs such knowledge.
+    """
+    made, refused = {}, []
+    every = text == "all" or list(text) == ["all"]
+    for name in attack_names(text):
+        try:
+            made[name] = make_attack(name, config)
+        except KnowledgeError as error:
+            if not every:
+                raise
+            refused.append(error)
+    if not made:
+        raise refused[0]
+    return made, [str(error) for error in refused]
 
 
 def make_attack(name: str, config: AttackConfig) -> Attack[Any]:

@@ -80,17 +80,23 @@ def roc(member: np.ndarray, score: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
     member bool [n], score float [n]. Raises ValueError unless there are both members and others, and no score is NaN.
     """
+    alarms, hits = _accused(member, score)
+    return alarms / alarms[-1], hits / hits[-1]
+
+
+def _accused(member: np.ndarray, score: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return how many others and how many members lie above a threshold, from none to all, in whole numbers."""
     if member.all() or not member.any() or np.isnan(score).any():
         raise ValueError("a ROC curve needs members and others, each with a score")
     distinct, place = np.unique(-score, return_inverse=True)
     hits, alarms = (np.bincount(place[who], minlength=len(distinct)).cumsum() for who in (member, ~member))
-    return np.append(0, alarms) / alarms[-1], np.append(0, hits) / hits[-1]
+    return np.append(0, alarms), np.append(0, hits)
 
 
 def auc(member: np.ndarray, score: np.ndarray) -> float:
     """Return the area under the ROC curve: the chance that a member's score is above another's, ties counting half."""
-    fpr, tpr = roc(member, score)
-    return float(np.sum(np.diff(fpr) * (tpr[1:] + tpr[:-1]) / 2))
+    alarms, hits = _accused(member, score)
+    return float(np.sum(np.diff(alarms) * (hits[1:] + hits[:-1])) / (2 * alarms[-1] * hits[-1]))
 
 
 def tpr_at(member: np.ndarray, score: np.ndarray, fpr: float) -> float:

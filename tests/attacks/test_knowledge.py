@@ -5,14 +5,18 @@ from typing import Any
 
 import pytest
 
-from pflsec.config.attack import AttackConfig, attack_names, make_attack
+from pflsec.config.attack import AttackConfig, attack_names, make_attack, make_attacks
 from pflsec.core import registry
 from pflsec.core.attack import Attack
 from pflsec.core.config import build
 from pflsec.core.errors import ConfigError, KnowledgeError
 from pflsec.core.knowledge import ADVERSARIES, Knows, ThreatModel
 
-every_attack = pytest.mark.parametrize("name", registry.names("attacks"))
+REBUILDING = [
+    name for name in registry.names("attacks") if "hidden" in registry.load("attacks", name).Config.model_fields
+]
+every_attack = pytest.mark.parametrize("name", REBUILDING)
+"""All that seek images: they have labels and private items to treat."""
 
 
 def made(name: str, **options: Any) -> Attack[Any]:
@@ -85,9 +89,10 @@ def test_knowing_more_than_is_used_is_allowed(name: str):
 @pytest.mark.parametrize("adversary", ADVERSARIES)
 def test_the_oracle_adds_the_truth_and_nothing_else(adversary: str):
     wire, oracle = (ThreatModel(adversary, knowledge).knows for knowledge in ("wire", "oracle"))
-    assert oracle - wire <= {Knows.LABELS, Knows.PRIVATE, Knows.HYPER, Knows.HISTORY}
-    assert {Knows.LABELS, Knows.PRIVATE} <= oracle
-    assert not {Knows.LABELS, Knows.PRIVATE} & wire
+    truth = {Knows.LABELS, Knows.PRIVATE, Knows.CANDIDATES}
+    assert oracle - wire <= truth | {Knows.HYPER, Knows.HISTORY}
+    assert truth <= oracle
+    assert not truth & wire
 
 
 @pytest.mark.parametrize(
@@ -143,6 +148,21 @@ def test_attacks_are_found_under_their_names_and_aliases_once_each(text: Any):
 
 def test_all_means_all():
     assert attack_names("all") == registry.names("attacks")
+
+
+def test_all_leaves_out_what_the_adversary_may_not_run_and_says_so():
+    config = build(AttackConfig, {}, "attack")
+    made, refused = make_attacks("all", config)
+    assert "membership" not in made
+    assert set(REBUILDING) <= made.keys()
+    assert any("membership needs some images" in why and "wire+candidates" in why for why in refused)
+    everything, none = make_attacks(["all"], build(AttackConfig, {"knowledge": "oracle"}, "attack"))
+    assert (list(everything), none) == (registry.names("attacks"), [])
+    for text in ("membership", "dlg,membership"):
+        with pytest.raises(KnowledgeError, match="membership needs"):
+            make_attacks(text, config)
+    with pytest.raises(KnowledgeError, match="uplink"):
+        make_attacks("all", build(AttackConfig, {"adversary": "client"}, "attack"))
 
 
 @pytest.mark.parametrize("text", ["", "dlg,", "all,dlg", "dgl"])

@@ -95,9 +95,7 @@ def test_a_capture_says_with_which_network_the_work_that_is_sent_begins_and_ends
     if key != "fedamp":  # which begins at a model of the client's own
         assert toys.distance(began, {k: held[k].double() for k in began}) == 0
     up = {k: v.double() for k, v in cap.record.up.items() if v.is_floating_point()}
-    moved = {
-        k.removeprefix("delta."): began[k.removeprefix("delta.")] + v for k, v in up.items() if k.startswith("delta.")
-    }
+    moved = {k.removeprefix("delta."): began[k.removeprefix("delta.")] + v for k, v in up.items() if k.startswith("delta.")}
     expected = began | {k: v for k, v in up.items() if k in began} | moved
     assert toys.distance(ended, expected) == 0
     assert (toys.distance(ended, began) > 0) == (key != "fedproto")

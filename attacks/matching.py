@@ -35,6 +35,12 @@ class MatchingConfig(Config):
     precision: Literal["float32", "float64"] = option(default="float64", about="arithmetic of the replay")
 
 
+def given_and_freed(problem: Problem) -> Sequence[Problem]:
+    """Return the problem, and where private items are granted also the one in which they are freed from there: given alone
+    they are no upper bound, since a search with more freedom may get further."""
+    return [problem, problem.joint_from_here()] if problem.hidden == "oracle" else [problem]
+
+
 def match(
     cap: Capture,
     cfg: MatchingConfig,
@@ -47,14 +53,16 @@ def match(
     group: int = 1,
     pull: float = 0.0,
     note: str = "",
+    unknowns: Items | None = None,
+    poses: Callable[[Problem], Sequence[Problem]] = given_and_freed,
 ) -> Reconstruction:
     """Return the best of several descents, chosen by the objective alone. Stops early once one has converged.
 
     distance  from what was seen to the objective, such as `objectives.cosine`
     plans     tried in turn, each from the best point of those before, until one converges
     group     so many descents run as one, each pulled to their mean image by `pull` times the squared distance from it
-    Under `hidden = oracle` each attempt runs twice, with the true private items fixed and freed from there: given alone
-    they are no upper bound, since a search with more freedom may get further.
+    unknowns  the attack's own, with where they start: the replay finds them among the private items
+    poses     from a restart's problem to those that are searched; may refuse it
     """
     dtype = getattr(torch, cfg.precision)
     box = cap.input.box(torch.zeros((), dtype=dtype))
@@ -63,10 +71,9 @@ def match(
     given_up = 0
     for _ in range(cfg.restarts or (ONE if cap.count == 1 else SEVERAL)):
         problem = Problem(cap, cfg.labels, cfg.hidden, rng, dtype)
-        attempts = [problem, problem.joint_from_here()] if problem.hidden == "oracle" else [problem]
-        for attempt in attempts:
+        for attempt in poses(problem):
             loss = _loss(attempt, distance(attempt.target), prior, pull)
-            start = attempt.start(draw)
+            start = attempt.start(draw) | {f"state.{k}": v.to(dtype) for k, v in (unknowns or {}).items()}
             start["x"] = torch.stack([start["x"], *(draw(cap, rng, dtype) for _ in range(group - 1))])
             rival = best[0].trace if best and len(plans) == 1 else ()
             found = descend(loss, start, plans, box, rng, rival)

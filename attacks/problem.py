@@ -1,6 +1,6 @@
 """A capture as an optimisation problem: what is unknown, where a search starts, and what a guess would have sent."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
 import torch
@@ -178,14 +178,19 @@ class Problem:
 
     def _influential(self, state: Items) -> set[str]:
         """Return the names of the private items upon which the upload depends: the others need not be known."""
-        leaves = {k: v.detach().clone().requires_grad_() for k, v in floating(state).items()}
-        if not leaves:
-            return set()
         classes = self.cap.input.classes
         x = self.cap.input.blank(self.cap.count, self.dtype)
         y = torch.full((self.cap.count, classes), 1 / classes, dtype=self.dtype) if self.y is None else self.y
-        parts = [v.sum() for v in self.cap.replay(x, y, state | leaves).values() if v.requires_grad]
-        if not parts:
-            return set()
-        slopes = torch.autograd.grad(torch.stack(parts).sum(), list(leaves.values()), allow_unused=True)
-        return {name for name, slope in zip(leaves, slopes, strict=True) if slope is not None}
+        return reached_by(state, lambda items: self.cap.replay(x, y, items).values())
+
+
+def reached_by(state: Items, outputs: Callable[[Items], Iterable[Tensor]]) -> set[str]:
+    """Return the names of the items upon which what is computed from them depends."""
+    leaves = {k: v.detach().clone().requires_grad_() for k, v in floating(state).items()}
+    if not leaves:
+        return set()
+    parts = [v.sum() for v in outputs(state | leaves) if v.requires_grad]
+    if not parts:
+        return set()
+    slopes = torch.autograd.grad(torch.stack(parts).sum(), list(leaves.values()), allow_unused=True)
+    return {name for name, slope in zip(leaves, slopes, strict=True) if slope is not None}

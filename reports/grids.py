@@ -119,6 +119,28 @@ def words(rows: Sequence[Row]) -> Grid:
     return _grid(rows, about, {"texts": _as("texts", _whole)} | {h: _as(n, percent) for h, n in shares.items()})
 
 
+def membership(rows: Sequence[Row]) -> Grid:
+    """Return the membership table's rows as text."""
+
+    def share(value: float | None) -> str:
+        return number(value, 3)
+
+    words = {
+        "run": _as("run"),
+        "statistic": _as("statistic"),
+        "attacker": lambda row: f"{row['adversary']}, {row['knowledge']}",
+    }
+    numbers = {
+        "victims": _as("n_victims"),
+        "members": _as("n_members"),
+        "others": _as("n_others"),
+        "AUC [95 %]": _interval("auc", "auc", share, "note"),
+        "TPR at 1 % FPR [95 %]": _interval("tpr_1pct", "tpr_1pct", percent, "note"),
+        "TPR at 0.1 % FPR [95 %]": _interval("tpr_01pct", "tpr_01pct", percent, "note"),
+    }
+    return _grid(rows, words, numbers, {"verdict": _as("verdict"), "kind": _as("kind")})
+
+
 def _interval(name: str, ends: str, written: Callable[[float | None], str], note: str) -> Cell:
     return lambda row: with_interval(
         written(row[name]), written(row[f"{ends}_low"]), written(row[f"{ends}_high"]), row[note]

@@ -58,6 +58,7 @@ def write(
         "headline": tables.headline_table(runs),
         "accuracy": accuracy,
         "leakage": leakage,
+        "membership": tables.membership_table(runs),
         "victims": tables.victims_table(runs),
         "wire": pd.concat([tables.wire_table(run) for run in runs], ignore_index=True),
         "configuration": pd.concat([tables.configuration_table(run) for run in runs], ignore_index=True),
@@ -86,6 +87,7 @@ def _content(
 ) -> dict[str, Any]:
     """Return what the template shows, writing the figures on the way."""
     accuracy, leakage, headline = (tables.records(found[name]) for name in ("accuracy", "leakage", "headline"))
+    members = tables.records(found["membership"])
     names = ", ".join(run.name for run in runs) if len(runs) < 4 else f"{len(runs)} runs"
     return {
         "title": f"pflsec report: {names}",
@@ -96,6 +98,7 @@ def _content(
         "leakage": grids.leakage(leakage) if leakage else None,
         "reasons": grids.reasons(leakage),
         "words": grids.words(tables.records(found["tokens"])) if "tokens" in found else None,
+        "membership": grids.membership(members) if members else None,
         "ssim": ", ".join(sorted({row["ssim_variant"] for row in leakage} - {""})),
         "remedies": words.lpips_remedies(runs),
         "success": f"{tables.SUCCESS:.0f}",

@@ -151,6 +151,7 @@ def attack(
         _print_headline(session.folder.path, scores)
         _print_summary(scores)
         _print_words(scores)
+        _print_membership(scores)
         say(f"results in {session.folder.attacks}; make the page with: pflsec report {session.folder.path.name}")
     for error in failures.values():
         raise error
@@ -292,3 +293,25 @@ def _print_summary(scores: Any) -> None:
             ])  # fmt: skip
     columns = ["attack", "status", "victims", "PSNR dB", "best", "SSIM", "above blind dB", "identified", "reason"]
     print_table("Medians over victims (best: the highest PSNR; identified: share)", columns, rows)
+
+
+def _print_membership(scores: Any) -> None:
+    rows = [
+        [
+            name,
+            f"{found['n_members']} and {found['n_others']}",
+            f"{number(found['auc'], 3)} {_ends(found, 'auc')}".strip(),
+            f"{number(found['tpr_1pct'], 3)} {_ends(found, 'tpr_1pct')}".strip(),
+            found["verdict"],
+        ]
+        for one in scores
+        for name, found in one.membership.items()
+    ]
+    if rows:
+        columns = ["statistic", "members and others", "AUC [95 %]", "TPR at 1 % FPR [95 %]", "verdict"]
+        print_table("Membership, over the candidates of all victims", columns, rows)
+
+
+def _ends(found: Any, name: str) -> str:
+    low, high = found[f"{name}_low"], found[f"{name}_high"]
+    return "" if low is None else f"[{number(low, 3)}, {number(high, 3)}]"

@@ -27,6 +27,8 @@ class Reconstruction:
     y          int64 [R], or None
     objective  the attacker's own loss at x, without priors: the only number by which restarts are chosen
     labels, hidden  how labels and the client's private items were treated
+    membership      by statistic, a score for each of the capture's candidates, [n] in their order: the higher, the more it looks
+                    like an image of the batch
     """
 
     x: Tensor | None
@@ -40,6 +42,7 @@ class Reconstruction:
     note: str = ""
     trace: list[float] = field(default_factory=list)
     failures: Mapping[str, int] = field(default_factory=dict)
+    membership: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class Attack(Generic[C]):

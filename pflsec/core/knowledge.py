@@ -27,6 +27,7 @@ class Knows(StrEnum):
     LABEL_HIST = "label_hist"
     PRIVATE = "personal_params"
     DOWNLINK = "downlink"
+    CANDIDATES = "candidates"
 
 
 WORDS = {
@@ -39,6 +40,7 @@ WORDS = {
     Knows.LABEL_HIST: "how many images of each class the batch has",
     Knows.PRIVATE: "the client's private items before its local work",
     Knows.DOWNLINK: "the choice of what the client receives",
+    Knows.CANDIDATES: "some images with their labels, among them those of the batch",
 }
 POWERS = frozenset({Knows.DOWNLINK})
 """What an adversary does rather than knows: no flag grants it."""
@@ -63,7 +65,7 @@ WHO = {
     "malicious-server": "a server that reads all that it receives and may also choose what it sends; only attacks that choose "
     "the downlink use this, the others find what the honest server finds",
 }
-ORACLE = frozenset({Knows.LABELS, Knows.PRIVATE, Knows.HYPER, Knows.HISTORY})
+ORACLE = frozenset({Knows.LABELS, Knows.PRIVATE, Knows.CANDIDATES, Knows.HYPER, Knows.HISTORY})
 
 
 @dataclass(frozen=True)

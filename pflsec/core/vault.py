@@ -19,6 +19,8 @@ class VaultWriter:
     <capture>.json          replay_residual: relative distance of the replayed from the captured uplink, at the truth
     pool.safetensors        images [P, C, H, W] in pixel space [0, 1], dataset_index [P], mean [C, H, W] (the mean image); of
                             texts images are tokens [P, T], mean the commonest ones [T]
+    outsiders.safetensors   x [N, C, H, W] as the network saw it, y [N], dataset_index [N], client [N]: test rows of the captured
+                            clients, which are in no batch
     """
 
     def __init__(self, folder: Path):
@@ -33,3 +35,7 @@ class VaultWriter:
     def pool(self, images: Tensor, index: Tensor, mean: Tensor) -> None:
         """Store the identification pool and the federation's mean training image."""
         write_items(self.folder / "pool.safetensors", {"images": images, "dataset_index": index, "mean": mean})
+
+    def outsiders(self, x: Tensor, y: Tensor, index: Tensor, client: Tensor) -> None:
+        """Store images that no client trains on, with the client whose test set they are from."""
+        write_items(self.folder / "outsiders.safetensors", {"x": x, "y": y, "dataset_index": index, "client": client})

@@ -9,6 +9,7 @@ from torch import Tensor
 from pflsec.core.errors import RunError
 from pflsec.core.files import read_json, to_csv, write_json, write_text
 from pflsec.core.tensors import write_items
+from pflsec.leakage import membership
 from pflsec.leakage.score import VictimScore
 
 SCHEMA = 1
@@ -69,13 +70,19 @@ def write(
     pictures: Mapping[str, Tensor],
     controls: Sequence[Mapping[str, Any]] = (),
     texts: Sequence[Mapping[str, Any]] = (),
+    members: Sequence[Mapping[str, Any]] = (),
 ) -> None:
     """Write an attack's results: attack.json, scores.csv, images.csv, controls.csv and reconstructions.safetensors; and
     tokens.csv of texts.
 
     pictures  {capture: [B, C, H, W] in pixel space, clamped, in the order of the truth; or tokens [B, any length]}
     texts     rows of tokens.csv, one for each text
+    members   a row of membership.csv for each candidate; where there are any, attack.json says what the scores are worth
     """
+    if members:
+        columns = [*membership.COLUMNS, *membership.statistics(members)]
+        write_text(folder / "membership.csv", to_csv(columns, members))
+        meta = {**meta, "membership": membership.summary(members)}
     write_items(folder / "reconstructions.safetensors", pictures)
     if texts:
         write_text(folder / "tokens.csv", to_csv(TOKEN_COLUMNS, texts))

@@ -52,6 +52,20 @@ class Pool:
     mean: Tensor
 
 
+@dataclass(frozen=True, eq=False)
+class Outsiders:
+    """Images that are in no batch: x [N, C, H, W] normalised as the network sees them; y, dataset_index and client int64 [N].
+
+    They are test rows of the captured clients, up to 100 of each, its classes in turn, and serve as the non-members among the
+    candidates of a membership attack.
+    """
+
+    x: Tensor
+    y: Tensor
+    dataset_index: Tensor
+    client: Tensor
+
+
 class Vault:
     """Reads what `pflsec.core.vault.VaultWriter` wrote into `folder`; every file is checked first."""
 
@@ -101,6 +115,19 @@ class Vault:
         if mean.shape != images.shape[1:]:
             raise _damaged(path, f"the mean image is {list(mean.shape)}, the images {list(images.shape[1:])}")
         return Pool(images, _integers(items, "dataset_index", images.shape[0], path), mean)
+
+    def outsiders(self) -> Outsiders:
+        """Return the images that are in no batch; RunError where the run is too old to have them, or they are damaged."""
+        path = self.folder / "outsiders.safetensors"
+        if not path.exists():
+            raise RunError(
+                f"run '{self.folder.parent.name}' has no images from outside the batches ({path.name} is not in its vault), so "
+                "nothing tells members from others. Train again with --capture-rounds to store some."
+            )
+        items = read_items(path, "the images from outside the batches")
+        x = _floats(items, "x", ("N", "C", "H", "W"), path)
+        y, index, client = (_integers(items, name, x.shape[0], path) for name in ("y", "dataset_index", "client"))
+        return Outsiders(x, y, index, client)
 
 
 def _damaged(path: Path, why: str) -> RunError:

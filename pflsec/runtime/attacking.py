@@ -62,6 +62,7 @@ class Target:
     control: Control | None = None
     counts: Tensor | None = None
     own: Client | None = None
+    candidates: tuple[Tensor, Tensor] | None = None
     others: tuple["Target", ...] = ()
 
     @property
@@ -155,7 +156,7 @@ def attempt(target: Target) -> Attempt:
     def make(record: Record, visible: Sequence[str] = (), **granted: Any) -> Capture:
         part, history = given[record.id], Knows.HISTORY in target.config.threat.knows
         conclusive(rounding(algorithm, net, record, history=history), record.lr)
-        granted |= {"labels": part.labels, "state": part.state, "counts": part.counts}
+        granted |= {name: getattr(part, name) for name in ("labels", "state", "counts", "candidates")}
         key = seed_of(target.config.seed, "replay", record.id)
         return capture(algorithm, net, record, history=history, seed=key, visible=visible, **granted)
 

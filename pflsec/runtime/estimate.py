@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pflsec.core.algorithm import Algorithm
 from pflsec.core.items import Items, size_in_bytes
 from pflsec.runtime.executor import one_thread
+from pflsec.runtime.recorder import OUTSIDERS
 from pflsec.runtime.setup import Setup
 from pflsec.training.local import LocalWork
 
@@ -50,6 +51,6 @@ def _disk(setup: Setup, down: Items, up: Items, state: Items) -> int:
     broadcast = type(setup.algorithm).downlink is Algorithm.downlink
     pixels = 4 * setup.federation.dataset.images[0].size
     per_victim = size_in_bytes(up) + size_in_bytes(state) + pixels * config.victim_batch
-    pool = 1000 * pixels if rounds else 0
+    pool = (1000 + OUTSIDERS * clients) * pixels if rounds else 0
     downs = size_in_bytes(down) * rounds * (1 if broadcast else clients)
     return victims * per_victim + downs + pool + 200 * config.rounds * config.clients

@@ -55,6 +55,10 @@ def _classes_in_turn(rows: np.ndarray, labels: np.ndarray, rng: np.random.Genera
     return rows[np.argsort(turn, kind="stable")]
 
 
+OUTSIDERS = 100
+"""Most test rows of a captured client that are stored as images from outside the batches."""
+
+
 def _with_sight(record: Record, shown: sight.Shown) -> Record:
     """Return a record that says what another client sees of the exchange, or why nothing."""
     return replace(record, shown=shown.items, facts={**record.facts, "shown": dict(shown.facts)})
@@ -72,7 +76,8 @@ class Recorder:
         self.victims = {c: victim_rows(setup, c) for c in self.clients} if "probe" in self.kinds else {}
 
     def write_pool(self) -> None:
-        """Store what scoring compares with: training images of the federation, the victims among them, and their mean."""
+        """Store what scoring compares with: training images of the federation, the victims among them, and their mean; and
+        test images of the captured clients, which are in no batch."""
         if not self.kinds:
             return
         federation = self.setup.federation
@@ -82,6 +87,14 @@ class Recorder:
         rows = federation.pool(include=sought)
         images = federation.dataset.pixels(rows)
         self.vault.pool(images, torch.as_tensor(rows), torch.as_tensor(federation.mean_image()))
+        labels, seed = federation.dataset.labels, self.setup.config.seed
+        outside = {
+            c: _classes_in_turn(federation.shards[c].test, labels, numpy_stream(seed, "outsiders", c))[:OUTSIDERS]
+            for c in self.clients
+        }
+        rows = np.concatenate(list(outside.values()))
+        client = torch.tensor([c for c, many in outside.items() for _ in many])
+        self.vault.outsiders(*self._batch(rows), torch.as_tensor(rows), client)
 
     def probes(self, now: State, ledger: Ledger | None = None) -> None:
         """Probe every captured client, if this round is to be captured.

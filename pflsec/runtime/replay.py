@@ -125,13 +125,14 @@ def capture(
     seed: int,
     labels: Tensor | None = None,
     state: Items | None = None,
+    candidates: tuple[Tensor, Tensor] | None = None,
     counts: Tensor | None = None,
     visible: Sequence[str] = (),
 ) -> Capture:
     """Return what an attack is given: the record, what the threat model grants, and the replay.
 
     history  the adversary has the client's earlier messages
-    labels, state, counts  the truth, where granted
+    labels, state, counts, candidates  the truth, where granted
     visible  patterns of the upload's items that it sees, here and, so that it knows of no earlier upload in full, ever
     """
     known = _known_state(algorithm, net, record, history and not visible)
@@ -152,6 +153,7 @@ def capture(
         newcomer_fn=lambda rng: newcomer(algorithm, net, rng),
         pullback_fn=replay.pullback,
         counts=counts,
+        candidates=candidates,
     )
     if not visible:
         return whole

@@ -4,6 +4,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,15 +15,16 @@ from pflsec.config.attack import AttackConfig, Ready, narrowed
 from pflsec.core import registry
 from pflsec.core.attack import Attack
 from pflsec.core.errors import RunError
-from pflsec.core.files import plain, to_json
+from pflsec.core.files import plain, read_json, to_json
 from pflsec.core.inputs import InputSpec
 from pflsec.core.knowledge import Knows
-from pflsec.leakage import results, texts
+from pflsec.core.streams import stream
+from pflsec.leakage import membership, results, texts
 from pflsec.leakage.controls import verdict
 from pflsec.leakage.matching import assign
 from pflsec.leakage.perceptual import Perceptual
 from pflsec.leakage.score import VictimScore, check_pool, parts, score
-from pflsec.leakage.vault import Pool, Truth, Vault, joined
+from pflsec.leakage.vault import Outsiders, Pool, Truth, Vault, joined
 from pflsec.runtime import attacking, manifest
 from pflsec.runtime.active import Client
 from pflsec.runtime.controls import Control
@@ -74,6 +76,11 @@ class Scores:
         from pflsec.reports.load import load_run as read
 
         return next(a.tokens for a in read(self.path.parents[1]).attacks if a.id == self.path.name)
+
+    @property
+    def membership(self) -> dict[str, dict[str, Any]]:
+        """What each statistic of a membership attack is worth (see pflsec.leakage.membership.summary); {} for other attacks."""
+        return read_json(self.path / "attack.json", "the attack").get("membership", {})
 
 
 class AttackSession:
@@ -134,6 +141,7 @@ class AttackSession:
         rows: list[Row] = []
         images: list[Row] = []
         tokens: list[Row] = []
+        members: list[Row] = []
         pictures: dict[str, Tensor] = {}
         victims: dict[str, Row] = {}
         controls: list[Row] = []
@@ -143,6 +151,7 @@ class AttackSession:
         try:
             for tried in self._tried(name, refused):
                 tokens += self._token_rows(tried)
+                members += self._member_rows(name, tried)
                 for capture, row, scored, picture in self._rows(name, tried):
                     rows.append(row)
                     victims[capture] = {k: getattr(tried.result, k, None) for k in ("failures", "trace")}
@@ -163,7 +172,7 @@ class AttackSession:
                 meta = self._meta(name, made, path.name, started, time.perf_counter() - began, state)
                 secure(path)
                 meta |= {"victims": victims, "controls": self._verdicts(name, rows, controls)}
-                results.write(path, meta, rows, images, pictures, controls, tokens)
+                results.write(path, meta, rows, images, pictures, controls, tokens, members)
         if pictures and self.pool is not None:
             from pflsec.reports.figures import write_gallery
 
@@ -186,14 +195,37 @@ class AttackSession:
             return target
         knows, truth = self.config.threat.knows, self.vault.truth(capture)
         valid, why = results.validity(truth.replay_residual)
+        put = self._candidates(name, capture)
         return replace(
             target,
+            candidates=(put.x, put.y) if put else None,
             labels=truth.y if Knows.LABELS in knows else None,
             state=truth.state if Knows.PRIVATE in knows else None,
             counts=torch.bincount(truth.y, minlength=self.spec.classes) if Knows.LABEL_HIST in knows else None,
             own=Client(truth.x, truth.y, truth.state) if acts(name) else None,
             doubt=why if valid is False else "",
         )
+
+    def _candidates(self, name: str, capture: str) -> membership.Candidates | None:
+        """Return what an attack that judges candidates is asked about: the same for every call; None for other attacks.
+
+        Raises RunError where the run's vault has no images from outside the batches.
+        """
+        if Knows.CANDIDATES not in registry.load("attacks", name).needs:
+            return None
+        client = int(CaptureStore(self.folder.captures).header(capture)["client"])
+        rng = stream(self.config.seed, "candidates", capture)
+        return membership.candidates(self.vault.truth(capture), self._outsiders, client, rng)
+
+    @cached_property
+    def _outsiders(self) -> Outsiders:
+        return self.vault.outsiders()
+
+    def _member_rows(self, name: str, tried: attacking.Attempt) -> list[Row]:
+        if not (tried.result and tried.result.membership) or not (put := self._candidates(name, tried.capture)):
+            return []
+        client = int(CaptureStore(self.folder.captures).header(tried.capture)["client"])
+        return membership.rows(tried.capture, client, put, tried.result.membership)
 
     @property
     def controlled(self) -> bool:

@@ -1,7 +1,7 @@
 """A capture: the frozen record of one exchange, and all that an attack is given."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -69,6 +69,8 @@ class Capture:
 
     labels, state  the truth, where granted; None otherwise
     counts         the true number of images of each class, int64 [classes], where granted; None otherwise
+    candidates     where granted, images [n, C, H, W] as the network sees them and their labels int64 [n]: those of the batch
+                   and others of the same classes, in an order that says nothing; None otherwise
     known          the client's private items as far as the adversary can tell: all or some; {} if there are none, None if
                    all are hidden
     net            the architecture, as a function of its items
@@ -89,6 +91,7 @@ class Capture:
     newcomer_fn: NewcomerFn
     pullback_fn: PullbackFn = lambda x, u: {}
     counts: Tensor | None = None
+    candidates: tuple[Tensor, Tensor] | None = None
 
     @property
     def input(self) -> InputSpec:
@@ -134,6 +137,17 @@ class Capture:
             elif (delta := up.get(f"delta.{name}")) is not None:
                 items[name] = items[name] + delta
         return items
+
+    def only(self, *kinds: str) -> "Capture":
+        """Return the same capture, but of what the upload says about the data only the items of these kinds."""
+        names = {name for name in self.target if self.kinds.get(name) in kinds}
+
+        def replay(x: Tensor, y: Tensor, state: Items) -> Items:
+            return {name: value for name, value in self.replay_fn(x, y, state).items() if name in names}
+
+        return replace(
+            self, target={name: self.target[name] for name in self.target if name in names}, replay_fn=replay
+        )
 
     def replay(self, x: Tensor, y: Tensor, state: Items) -> Items:
         """Return what the client would have sent for this batch, as `target` shows it; differentiable in all arguments.

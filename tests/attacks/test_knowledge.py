@@ -100,9 +100,10 @@ def test_analytic_runs_on_no_labels_that_are_not_known_and_refuses_the_options_o
 @pytest.mark.parametrize("adversary", ADVERSARIES)
 def test_the_oracle_adds_the_truth_and_nothing_else(adversary: str):
     wire, oracle = (ThreatModel(adversary, knowledge).knows for knowledge in ("wire", "oracle"))
-    assert oracle - wire <= {Knows.LABELS, Knows.PRIVATE, Knows.HYPER, Knows.HISTORY}
-    assert {Knows.LABELS, Knows.PRIVATE} <= oracle
-    assert not {Knows.LABELS, Knows.PRIVATE} & wire
+    truth = {Knows.LABELS, Knows.PRIVATE, Knows.CANDIDATES}
+    assert oracle - wire <= truth | {Knows.HYPER, Knows.HISTORY}
+    assert truth <= oracle
+    assert not truth & wire
 
 
 @pytest.mark.parametrize(
@@ -158,6 +159,19 @@ def test_attacks_are_found_under_their_names_and_aliases_once_each(text: Any):
 
 def test_all_means_all():
     assert attack_names("all") == registry.names("attacks")
+
+
+def test_all_says_what_the_adversary_may_not_run():
+    refused = {one.name: one.refused for one in make_attacks("all", build(AttackConfig, {}, "attack")) if one.refused}
+    assert refused.keys() == {"membership", "imprint"}
+    assert "membership needs some images" in refused["membership"]
+    assert "wire+candidates" in refused["membership"]
+    everything = make_attacks(["all"], build(AttackConfig, {"knowledge": "oracle"}, "attack"))
+    assert [one.name for one in everything] == registry.names("attacks")
+    assert [one.name for one in everything if one.refused] == ["imprint"]
+    for text in ("membership", "dlg,membership"):
+        with pytest.raises(KnowledgeError, match="membership needs"):
+            make_attacks(text, build(AttackConfig, {}, "attack"))
 
 
 @pytest.mark.parametrize("text", ["", "dlg,", "all,dlg", "dgl"])

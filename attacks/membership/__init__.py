@@ -1,0 +1,1 @@
+"""Attacks that tell which of some given images were in the batch, without rebuilding any."""

@@ -37,15 +37,15 @@ Share = Callable[[Items], Tensor | float]
 
 
 class SMEConfig(MatchingConfig):
-    iterations: int = at_least(1, default=1000, about="Adam steps", paper=1000)
+    iterations: int = at_least(1, default=1000, about="Adam steps", code=1000)
     point: Literal["learned", "start", "middle"] = option(
         default="learned",
         about="where the gradient is taken: at a share of the way that is learned with the image, where local work began "
         "(one big gradient), or half-way",
         paper="learned",
     )
-    tv: float = at_least(0, default=1e-6, about="weight of total variation")
-    lr: float = above(0, default=0.1, about="Adam step size on pixels and labels", paper=1.0)
+    tv: float = at_least(0, default=1e-6, about="weight of total variation", code=0.01)
+    lr: float = above(0, default=0.1, about="Adam step size on pixels and labels", code=1.0)
     state_lr: float = above(0, default=0.02, about="Adam step size on the point and on the client's private items")
     tolerance: float = at_least(0, default=1e-7, about="stop when the cosine distance is below")
 

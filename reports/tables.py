@@ -304,8 +304,11 @@ def _leakage(group: pd.DataFrame) -> dict[str, Any]:
 
 
 def _sorted_out(group: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
-    """Return the victims that can speak, those of which nothing follows, and those without anything to attack."""
-    invalid = group["attack_valid"].eq(False).fillna(False) | group["status"].isin(FAILED)
+    """Return the victims that can speak, those of which nothing follows, and those without anything to attack.
+
+    An attack that diverged has failed on a victim that can speak: it counts, as a failure, and is not dropped.
+    """
+    invalid = group["attack_valid"].eq(False).fillna(False)
     absent = (group["status"] == NOT_APPLICABLE) & ~invalid
     return group[~invalid & ~absent], group[invalid], group[absent]
 

@@ -43,12 +43,6 @@ def validity(residual: float | None, up_to: float = REPLAY_TOLERANCE) -> tuple[b
     return True, ""
 
 
-def outcome(status: str | None) -> tuple[bool, str]:
-    """Return whether an attack that ended like this says anything, and why not: a diverged one says nothing of what leaks."""
-    words = {"diverged": "every attempt diverged", "nonfinite": "the reconstruction is not finite"}
-    return status not in words, words.get(str(status), "")
-
-
 def image_rows(capture: str, score: VictimScore) -> list[dict[str, Any]]:
     """Return a row of images.csv for each image of a victim batch."""
     return [image.row() | {"capture": capture} for image in score.images]

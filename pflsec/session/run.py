@@ -254,7 +254,7 @@ class AttackSession:
         for target, tried in zip(targets, self._attempts(targets), strict=True):
             assert target.control is not None
             ((_, row, _, _),) = self._rows(name, tried)
-            valid, why = self._validity(tried, row["status"], None)
+            valid, why = self._validity(tried, None)
             row |= {"attack_valid": valid, "reason": self._reason(tried, why)}
             yield row | {"control": target.control.name} | (PLAIN if target is positive else {})
 
@@ -285,7 +285,7 @@ class AttackSession:
         if self.pool is None:
             for i, capture in enumerate(captures):
                 row, picture = self._row(name, capture, tried), None if i else self._picture(result, None)
-                valid, why = self._validity(tried, row["status"], None)
+                valid, why = self._validity(tried, None)
                 yield (
                     capture,
                     row | {"attack_valid": valid, "reason": self._reason(tried, why, UNSCORED)},
@@ -300,7 +300,7 @@ class AttackSession:
         for capture, truth, scored in zip(captures, truths, parts(found, [len(t.x) for t in truths]), strict=True):
             row = self._row(name, capture, tried) | {k: v for k, v in scored.row().items() if k in results.COLUMNS}
             row["status"] = "nonfinite" if scored.nonfinite else row["status"]
-            valid, why = self._validity(tried, row["status"], truth)
+            valid, why = self._validity(tried, truth)
             row |= {"dataset_index": " ".join(map(str, truth.dataset_index.tolist())), "attack_valid": valid}
             row["reason"] = self._reason(tried, why, no_image)
             yield capture, row, scored, None if whole is None else whole[at : at + len(truth.x)]
@@ -329,13 +329,10 @@ class AttackSession:
     def _reason(self, tried: attacking.Attempt, *more: str) -> str:
         return "; ".join(filter(None, (tried.reason, limits(self.config), *more)))
 
-    def _validity(self, tried: attacking.Attempt, status: str, truth: Truth | None) -> tuple[bool | None, str]:
-        """Return whether what came of a capture says anything, and why not beyond the attempt's own reason."""
+    def _validity(self, tried: attacking.Attempt, truth: Truth | None) -> tuple[bool | None, str]:
+        """Return whether an attack on a capture can say anything, and why not beyond the attempt's own reason."""
         if tried.inconclusive:
             return False, ""
-        said, why = results.outcome(status)
-        if not said:
-            return False, why
         return (None, "") if truth is None else results.validity(truth.replay_residual)
 
     def _score(self, tried: attacking.Attempt, truth: Truth) -> tuple[VictimScore, list[texts.TextScore]]:

@@ -191,9 +191,11 @@ class AttackSession:
     def _target(self, name: str, capture: str) -> attacking.Target:
         """Return one capture to attack, with the truth that the threat model grants. Only where there is some is it read."""
         target = attacking.Target(self.folder.path, capture, name, narrowed(name, self.config), None, None)
-        if self.pool is None:
+        knows = self.config.threat.knows
+        granted = knows & {Knows.LABELS, Knows.LABEL_HIST, Knows.PRIVATE, Knows.CANDIDATES}
+        if self.pool is None and not granted and not acts(name):
             return target
-        knows, truth = self.config.threat.knows, self.vault.truth(capture)
+        truth = self.vault.truth(capture)
         valid, why = results.validity(truth.replay_residual)
         put = self._candidates(name, capture)
         return replace(

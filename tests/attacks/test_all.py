@@ -124,9 +124,10 @@ def test_an_attack_that_this_adversary_cannot_mount_is_a_row_that_says_so(
     assert {row["status"] for row in found["flat"]} == {"converged"}
 
 
-def test_nobody_can_mount_anything(run: api.Run):
-    with pytest.raises(KnowledgeError, match="attack broken needs"):
-        api.attack(run, "all", adversary="client", **QUICK)
+def test_nobody_can_mount_anything(run: api.Run, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("pflsec.config.attack.attack_names", lambda text: ["imprint", "membership"])
+    with pytest.raises(KnowledgeError, match="attack imprint needs"):
+        api.attack(run, "all", **QUICK)
     assert list(run.path.joinpath("attacks").iterdir()) == []
 
 

@@ -88,7 +88,7 @@ def test_knowing_more_than_is_used_is_allowed(name: str):
 
 
 def test_analytic_runs_on_no_labels_that_are_not_known_and_refuses_the_options_of_a_search():
-    for options in ({"labels": "known"}, {"adversary": "client"}, {"adversary": "eavesdropper"}):
+    for options in ({"labels": "known"}, {"adversary": "eavesdropper"}):
         with pytest.raises(KnowledgeError, match="Grant it with"):
             made("analytic", **options)
     assert made("analytic", knowledge="oracle").cfg.labels == "known"
@@ -218,7 +218,9 @@ def test_all_leaves_out_what_the_adversary_cannot_do(adversary: str):
 
 def test_all_of_a_malicious_server_is_all():
     config = build(AttackConfig, {"adversary": "malicious-server"}, "attack")
-    assert not any(one.refused for one in make_attacks("all", config))
+    assert {one.name for one in make_attacks("all", config) if one.refused} == {"membership"}
+    granted = config.model_copy(update={"knowledge": "wire+candidates"})
+    assert not any(one.refused for one in make_attacks("all", granted))
 
 
 def test_every_flag_is_documented_and_belongs_to_somebody_or_is_granted():

@@ -31,7 +31,7 @@ FOLDER = Path(__file__).parents[1] / "docs" / "tables"
 ROUNDS, ITERATIONS = 10, 250
 SIX = ("fedavg", "fedrep", "ditto", "fedproto", "fedbabu", "scaffold")
 HIDING = {"cotangent": {"hidden": "cotangent"}, "joint": {}, "oracle": {"knowledge": "oracle"}}
-COLUMNS = (
+COLUMNS: tuple[str, ...] = (
     "method", "batch", "steps", "hiding", "round", "client", "victim", "labels", "hidden", "status", "attack_valid", "reason",
     "objective", "psnr_capped", "ssim", "psnr_blind", "label_correct", "identified", "seconds",
 )  # fmt: skip

@@ -81,7 +81,7 @@ def test_the_target_of_a_capture_is_what_its_replay_gives_at_the_truth(case: Cas
 
 @for_every_case
 def test_what_the_log_reveals_is_the_clients_state(case: Case):
-    every.test_what_the_log_reveals_is_the_clients_state(case)
+    every.test_what_the_log_reveals_is_the_clients_state(case, after=2)
 
 
 @for_every_case

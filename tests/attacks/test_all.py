@@ -125,9 +125,9 @@ def test_an_attack_that_this_adversary_cannot_mount_is_a_row_that_says_so(
 
 
 def test_nobody_can_mount_anything(run: api.Run, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("pflsec.config.attack.attack_names", lambda text: ["imprint", "membership"])
-    with pytest.raises(KnowledgeError, match="attack imprint needs"):
-        api.attack(run, "all", **QUICK)
+    monkeypatch.setattr("pflsec.config.attack.attack_names", lambda text: ["ig"])
+    with pytest.raises(KnowledgeError, match="attack inverting-gradients needs learning rate"):
+        api.attack(run, "all", adversary="eavesdropper", **QUICK)
     assert list(run.path.joinpath("attacks").iterdir()) == []
 
 

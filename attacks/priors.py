@@ -40,7 +40,7 @@ def known_start(
     known = cast(cap.known or {}, torch.float64)
     some = cast(cap.newcomer(rng), torch.float64)
     other = {k: v + torch.rand(v.shape, generator=rng, dtype=v.dtype) for k, v in floating(some).items()}
-    x = torch.randn(2, *cap.input.shape, generator=rng, dtype=torch.float64)
+    x = cap.input.noise(2, rng, torch.float64)
     try:
         first, second = (cap.began(some | private | known) for private in ({}, other))
     except NotApplicable:

@@ -48,6 +48,7 @@ def _only_images(cap: Capture) -> None:
 
 def tiled_pattern(cap: Capture, rng: torch.Generator, dtype: torch.dtype) -> Tensor:
     """Return network inputs that repeat a pattern of 4x4 from N(0, 1)."""
+    _only_images(cap)
     channels, height, width = cap.input.shape
     pattern = torch.randn(cap.count, channels, 4, 4, generator=rng, dtype=dtype)
     return pattern.repeat(1, 1, -(-height // 4), -(-width // 4))[..., :height, :width].contiguous()
@@ -118,9 +119,9 @@ class Problem:
         """Restore the labels of a batch from their counts, with noise for images."""
         if f"{self.cap.last_layer}.bias" not in self.cap.target:
             return
-        size = -(-GUESSES // self.cap.count), self.cap.count, *self.cap.input.shape
-        noise = FAINT * torch.randn(*size, generator=self.rng, dtype=self.dtype)
-        counts = label_rules.of_counts(self.cap, noise, self.state)
+        guesses = -(-GUESSES // self.cap.count)
+        noise = FAINT * self.cap.input.noise(guesses * self.cap.count, self.rng, self.dtype)
+        counts = label_rules.of_counts(self.cap, noise.unflatten(0, (guesses, self.cap.count)), self.state)
         if counts is not None:
             self.y, self.labels = label_rules.listed(counts), "restore"
 

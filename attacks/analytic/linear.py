@@ -19,6 +19,7 @@ from pflsec.attacks import label_rules
 from pflsec.core.attack import Attack, Reconstruction
 from pflsec.core.config import Config, above, option
 from pflsec.core.errors import NotApplicable
+from pflsec.core.inputs import example
 from pflsec.core.items import cast
 from pflsec.core.knowledge import Knows
 from pflsec.wire.capture import Capture
@@ -64,7 +65,7 @@ class Analytic(Attack[AnalyticConfig]):
 def linear_layers(cap: Capture) -> dict[str, bool]:
     """Return the linear layers by prefix, in the order of the forward pass, and whether each reads the image itself: only
     flattened, that is, not scaled, rectified or convolved."""
-    x = torch.linspace(-1, 1, torch.Size(cap.input.shape).numel()).reshape(1, *cap.input.shape)
+    x = example(cap.input.shape, cap.input.vocabulary)
     read = cap.net.linear_inputs(cap.net.fresh("linear layers"), x)
     return {name: torch.equal(z, x.flatten(1)) for name, z in read.items()}
 

@@ -45,7 +45,8 @@ class Membership(Attack[MembershipConfig]):
     def reconstruct(self, cap: Capture, rng: torch.Generator) -> Reconstruction:
         if cap.candidates is None:
             raise NotApplicable("there are no candidates: no image from outside the batch is of its classes")
-        x, y = cap.candidates[0].double(), cap.candidates[1]
+        x, y = cap.candidates
+        x = x.double() if x.is_floating_point() else x  # tokens stay what they are
         given = (cap.known or {}) | (cap.state or {})
         state = cap.newcomer(rng) | given
         scores, reasons, used = {}, [], set[str]()

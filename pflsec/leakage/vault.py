@@ -54,7 +54,8 @@ class Pool:
 
 @dataclass(frozen=True, eq=False)
 class Outsiders:
-    """Images that are in no batch: x [N, C, H, W] normalised as the network sees them; y, dataset_index and client int64 [N].
+    """Images that are in no batch: x [N, C, H, W] normalised as the network sees them, or tokens int64 [N, T]; y, dataset_index
+    and client int64 [N].
 
     They are test rows of the captured clients, up to 100 of each, its classes in turn, and serve as the non-members among the
     candidates of a membership attack.
@@ -77,7 +78,7 @@ class Vault:
         name = safe_name(capture_id, "the capture id")
         path = self.folder / f"{name}.safetensors"
         items = read_items(path, f"the truth of capture {name}")
-        x = _tokens(items, "x", 2, path) if _is_text(items, "x") else _floats(items, "x", ("B", "C", "H", "W"), path)
+        x = _inputs(items, "B", path)
         y = _integers(items, "y", x.shape[0], path)
         index = _integers(items, "dataset_index", x.shape[0], path)
         facts = self.folder / f"{name}.json"
@@ -125,7 +126,7 @@ class Vault:
                 "nothing tells members from others. Train again with --capture-rounds to store some."
             )
         items = read_items(path, "the images from outside the batches")
-        x = _floats(items, "x", ("N", "C", "H", "W"), path)
+        x = _inputs(items, "N", path)
         y, index, client = (_integers(items, name, x.shape[0], path) for name in ("y", "dataset_index", "client"))
         return Outsiders(x, y, index, client)
 
@@ -148,6 +149,11 @@ def _floats(items: Items, name: str, axes: tuple[str, ...], path: Path) -> Tenso
     if not torch.isfinite(tensor).all():
         raise _damaged(path, f"'{name}' holds a NaN or an infinity")
     return tensor
+
+
+def _inputs(items: Items, count: str, path: Path) -> Tensor:
+    """Return the item 'x' as the network sees it: images, or tokens."""
+    return _tokens(items, "x", 2, path) if _is_text(items, "x") else _floats(items, "x", (count, "C", "H", "W"), path)
 
 
 def _is_text(items: Items, name: str) -> bool:

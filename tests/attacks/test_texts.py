@@ -136,6 +136,24 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> api.Run:
                      capture_rounds="0", runs_dir=tmp_path, name="texts")  # fmt: skip
 
 
+@pytest.mark.parametrize(("batch", "works"), [(1, {"embedding-rows"}), (3, {"embedding-rows", "membership"})])
+def test_every_attack_works_on_texts_or_says_why_not(batch: int, works: set[str], tmp_path: Path):
+    """Under the most that can be granted: whatever an attack looks at, tokens are no pixels. No test text is of the class of
+    either single victim, so there is nobody to tell it from."""
+    run = api.train(dataset=DATA, partition="natural", test="given", rounds=1, capture_clients="1,3", victims=1,
+                    victim_batch=batch, runs_dir=tmp_path)  # fmt: skip
+    scores = api.attack(run, "all", knowledge="oracle", lpips="none", controls=False)
+    assert isinstance(scores, list)
+    found = {one.table["attack"].iloc[0]: one.table for one in scores}
+    assert {name for name, table in found.items() if set(table["status"]) != {"not-applicable"}} == works
+    for table in found.values():
+        assert all(
+            reason
+            for status, reason in zip(table["status"], table["reason"], strict=True)
+            if status == "not-applicable"
+        )
+
+
 def found_texts(scores: api.Scores) -> dict[str, Tensor]:
     return read_items(scores.path / "reconstructions.safetensors", "reconstructions")
 

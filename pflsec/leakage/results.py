@@ -66,22 +66,22 @@ def write(
     texts: Sequence[Mapping[str, Any]] = (),
     members: Sequence[Mapping[str, Any]] = (),
 ) -> None:
-    """Write an attack's results: attack.json, scores.csv, images.csv, controls.csv and reconstructions.safetensors; and
-    tokens.csv of texts.
+    """Write an attack's results: attack.json, scores.csv, images.csv, controls.csv and reconstructions.safetensors;
+    tokens.csv of texts, and membership.csv where candidates were judged.
 
     pictures  {capture: [B, C, H, W] in pixel space, clamped, in the order of the truth; or tokens [B, any length]}
     texts     rows of tokens.csv, one for each text
     members   a row of membership.csv for each candidate; where there are any, attack.json says what the scores are worth
     """
     if members:
-        columns = [*membership.COLUMNS, *membership.statistics(members)]
-        write_text(folder / "membership.csv", to_csv(columns, members))
         meta = {**meta, "membership": membership.summary(members)}
     write_items(folder / "reconstructions.safetensors", pictures)
-    if texts:
-        write_text(folder / "tokens.csv", to_csv(TOKEN_COLUMNS, texts))
-    else:  # an earlier result's would speak of other reconstructions
-        (folder / "tokens.csv").unlink(missing_ok=True)
+    judged = [*membership.COLUMNS, *membership.statistics(members)]
+    for name, columns, table in (("membership.csv", judged, members), ("tokens.csv", TOKEN_COLUMNS, texts)):
+        if table:
+            write_text(folder / name, to_csv(columns, table))
+        else:  # an earlier result's would speak of other reconstructions
+            (folder / name).unlink(missing_ok=True)
     write_text(folder / "images.csv", to_csv(IMAGE_COLUMNS, images))
     write_text(folder / "controls.csv", to_csv(("control", *COLUMNS), controls))
     write_text(folder / "scores.csv", to_csv(COLUMNS, rows))

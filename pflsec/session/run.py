@@ -3,8 +3,9 @@
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +14,11 @@ from torch import Tensor
 
 from pflsec.config.attack import AttackConfig, Ready, narrowed
 from pflsec.core import registry
-from pflsec.core.attack import Attack
+from pflsec.core.attack import Attack, Reconstruction
 from pflsec.core.errors import RunError
 from pflsec.core.files import plain, read_json, to_json
 from pflsec.core.inputs import InputSpec
-from pflsec.core.knowledge import Knows
+from pflsec.core.knowledge import POWERS, Knows
 from pflsec.core.streams import stream
 from pflsec.leakage import membership, results, texts
 from pflsec.leakage.controls import verdict
@@ -54,7 +55,20 @@ PLAIN: Row = {
 
 def acts(name: str) -> bool:
     """Return whether an attack chooses what the client receives, so that the exchange is done again with the client's data."""
-    return Knows.DOWNLINK in registry.load("attacks", name).needs
+    return bool(registry.load("attacks", name).needs & POWERS)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What came of one capture: its row of scores.csv, its rows of the other tables, and its pictures in the truth's order."""
+
+    capture: str
+    row: Row
+    result: Reconstruction | None
+    images: list[Row] = field(default_factory=list)
+    tokens: list[Row] = field(default_factory=list)
+    members: list[Row] = field(default_factory=list)
+    picture: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -97,15 +111,13 @@ class AttackSession:
         self.vault = Vault(folder.vault)
         self.pool: Pool | None = self.vault.pool() if (folder.vault / "pool.safetensors").exists() else None
         private = attacking.check(folder, self.captures, config.visible or ())
-        if self.pool is not None:
-            self._check_vault(self.pool, private)
         store = CaptureStore(folder.captures)
-        self.groups = groups(config.threat, {name: store.header(name) for name in self.captures})
-
-    def _check_vault(self, pool: Pool, private: Mapping[str, torch.Size]) -> None:
-        store = CaptureStore(self.folder.captures)
-        for capture in self.captures:
-            check_pool(pool, self.vault.check(capture, self.spec, store.header(capture)["batch"], private))
+        self.headers = {name: store.header(name) for name in self.captures}
+        if self.pool is not None:
+            for name, header in self.headers.items():
+                check_pool(self.pool, self.vault.check(name, self.spec, header["batch"], private))
+        self.groups = groups(config.threat, self.headers)
+        self._drawn: dict[str, membership.Candidates | None] = {}
 
     def run_each(
         self, ready: Sequence[Ready], on_victim: OnVictim, on_control: OnControl = lambda name, row: None
@@ -138,29 +150,17 @@ class AttackSession:
         On Ctrl-C and on failure the finished victims are written, unless earlier results hold as many.
         """
         began, started = time.perf_counter(), manifest.now()
-        rows: list[Row] = []
-        images: list[Row] = []
-        tokens: list[Row] = []
-        members: list[Row] = []
-        pictures: dict[str, Tensor] = {}
-        victims: dict[str, Row] = {}
+        found: list[Finding] = []
         controls: list[Row] = []
         path = attack_folder(self.folder, self._id(name, made))
         secure(path.parent)
         state = "interrupted"
         try:
             for tried in self._tried(name, refused):
-                tokens += self._token_rows(tried)
-                members += self._member_rows(name, tried)
-                for capture, row, scored, picture in self._rows(name, tried):
-                    rows.append(row)
-                    victims[capture] = {k: getattr(tried.result, k, None) for k in ("failures", "trace")}
-                    if scored is not None:
-                        images += results.image_rows(capture, scored)
-                    if picture is not None:
-                        pictures[capture] = picture
-                    on_victim(name, len(rows), len(self.captures), row)
-            for row in self._controls(name, rows):
+                for one in self._findings(name, tried):
+                    found.append(one)
+                    on_victim(name, len(found), len(self.captures), one.row)
+            for row in self._controls(name, found):
                 controls.append(row)
                 on_control(name, row)
             state = "done"
@@ -168,16 +168,24 @@ class AttackSession:
             state = "failed"
             raise
         finally:
-            if state == "done" or len(rows) > results.victims_in(path):
+            if state == "done" or len(found) > results.victims_in(path):
                 meta = self._meta(name, made, path.name, started, time.perf_counter() - began, state)
-                secure(path)
-                meta |= {"victims": victims, "controls": self._verdicts(name, rows, controls)}
-                results.write(path, meta, rows, images, pictures, controls, tokens, members)
-        if pictures and self.pool is not None:
+                self._write(path, meta | {"controls": self._verdicts(name, found, controls)}, found, controls)
+        if self.pool is not None and any(one.picture is not None for one in found):
             from pflsec.reports.figures import write_gallery
 
             write_gallery(self.folder.path, path.name)
         return Scores(path)
+
+    def _write(self, path: Path, meta: Row, found: Sequence[Finding], controls: Sequence[Row]) -> None:
+        secure(path)
+        told = {one.capture: {k: getattr(one.result, k, None) for k in ("failures", "trace")} for one in found}
+        images, tokens, members = (
+            list(chain.from_iterable(getattr(one, table) for one in found)) for table in ("images", "tokens", "members")
+        )
+        pictures = {one.capture: one.picture for one in found if one.picture is not None}
+        rows = [one.row for one in found]
+        results.write(path, meta | {"victims": told}, rows, images, pictures, controls, tokens, members)
 
     def _tried(self, name: str, refused: str) -> Iterable[attacking.Attempt]:
         if refused:
@@ -189,7 +197,7 @@ class AttackSession:
         return [replace(first, others=tuple(others)) for first, *others in targets]
 
     def _target(self, name: str, capture: str) -> attacking.Target:
-        """Return one capture to attack, with the truth that the threat model grants. Only where there is some is it read."""
+        """Return one capture to attack, with the truth that the threat model grants, and why it cannot speak, if so."""
         target = attacking.Target(self.folder.path, capture, name, narrowed(name, self.config), None, None)
         knows = self.config.threat.knows
         granted = knows & {Knows.LABELS, Knows.LABEL_HIST, Knows.PRIVATE, Knows.CANDIDATES}
@@ -215,19 +223,18 @@ class AttackSession:
         """
         if Knows.CANDIDATES not in registry.load("attacks", name).needs:
             return None
-        client = int(CaptureStore(self.folder.captures).header(capture)["client"])
-        rng = stream(self.config.seed, "candidates", capture)
-        return membership.candidates(self.vault.truth(capture), self._outsiders, client, rng)
+        if capture not in self._drawn:
+            rng, client = stream(self.config.seed, "candidates", capture), int(self.headers[capture]["client"])
+            self._drawn[capture] = membership.candidates(self.vault.truth(capture), self._outsiders, client, rng)
+        return self._drawn[capture]
 
     @cached_property
     def _outsiders(self) -> Outsiders:
         return self.vault.outsiders()
 
-    def _member_rows(self, name: str, tried: attacking.Attempt) -> list[Row]:
-        if not (tried.result and tried.result.membership) or not (put := self._candidates(name, tried.capture)):
-            return []
-        client = int(CaptureStore(self.folder.captures).header(tried.capture)["client"])
-        return membership.rows(tried.capture, client, put, tried.result.membership)
+    def _member_rows(self, name: str, capture: str, scores: Mapping[str, Tensor] | None) -> list[Row]:
+        put = self._candidates(name, capture) if scores else None
+        return membership.rows(capture, int(self.headers[capture]["client"]), put, scores) if put and scores else []
 
     @property
     def controlled(self) -> bool:
@@ -237,11 +244,11 @@ class AttackSession:
     def _attempts(self, targets: Sequence[attacking.Target]) -> Iterator[attacking.Attempt]:
         return attacking.attempts(targets, self.config.executor, self.config.workers)
 
-    def _controls(self, name: str, rows: Sequence[Row]) -> Iterator[Row]:
+    def _controls(self, name: str, found: Sequence[Finding]) -> Iterator[Row]:
         """Attack the controls of the first victim on which the attack had something to work; yield their rows."""
         if not self.controlled or acts(name):
             return
-        first = next((row["capture"] for row in rows if row["status"] != NOTHING), None)
+        first = next((one.capture for one in found if one.row["status"] != NOTHING), None)
         if first is None:
             return
         truth, target = self.vault.truth(first), replace(self._target(name, first), doubt="")
@@ -255,64 +262,64 @@ class AttackSession:
         targets = [positive, replace(target, control=Control("negative"))]
         for target, tried in zip(targets, self._attempts(targets), strict=True):
             assert target.control is not None
-            ((_, row, _, _),) = self._rows(name, tried)
+            (one,) = self._findings(name, tried)
             valid, why = self._validity(tried, None)
-            row |= {"attack_valid": valid, "reason": self._reason(tried, why)}
+            row = one.row | {"attack_valid": valid, "reason": self._reason(tried, why)}
             yield row | {"control": target.control.name} | (PLAIN if target is positive else {})
 
-    def _verdicts(self, name: str, rows: Sequence[Row], controls: Sequence[Row]) -> dict[str, Any]:
+    def _verdicts(self, name: str, found: Sequence[Finding], controls: Sequence[Row]) -> dict[str, Any]:
         """Return {control: verdict}: what the controls say of the attack, or why they were not run."""
         absent = ""
         if not self.config.controls:
             absent = "switched off with --no-controls"
         elif self.pool is None:
             absent = "the run has no vault"
-        elif len(rows) == len(self.captures) and all(row["status"] == NOTHING for row in rows):
+        elif len(found) == len(self.captures) and all(one.row["status"] == NOTHING for one in found):
             absent = "no victim could be attacked"
         elif acts(name):
             absent = "the attack brings about its own exchange"
         elif len(controls) < 2:
             absent = "the attack was stopped before"
-        found = {row["control"]: verdict(row["control"], row) for row in controls}
-        return {name: found.get(name, {"verdict": "not run", "reason": absent}) for name in ("positive", "negative")}
+        said = {row["control"]: verdict(row["control"], row) for row in controls}
+        return {name: said.get(name, {"verdict": "not run", "reason": absent}) for name in ("positive", "negative")}
 
-    def _rows(
-        self, name: str, tried: attacking.Attempt
-    ) -> Iterator[tuple[str, Row, VictimScore | None, Tensor | None]]:
-        """Yield for each capture that was attacked: its id, its row, its score, and its pictures in the order of the truth.
-
-        Captures that were seen as one batch are scored as one, and each row holds what came of its own images.
-        """
+    def _findings(self, name: str, tried: attacking.Attempt) -> Iterator[Finding]:
+        """Yield what came of each capture that was attacked. Those that were seen as one batch are scored as one, and each
+        row holds what came of its own images."""
         captures, result = [tried.capture, *tried.others], tried.result
         if self.pool is None:
             for i, capture in enumerate(captures):
-                row, picture = self._row(name, capture, tried), None if i else self._picture(result, None)
                 valid, why = self._validity(tried, None)
-                yield (
-                    capture,
-                    row | {"attack_valid": valid, "reason": self._reason(tried, why, UNSCORED)},
-                    None,
-                    picture,
-                )
+                row = self._row(name, capture, tried) | {
+                    "attack_valid": valid,
+                    "reason": self._reason(tried, why, UNSCORED),
+                }
+                yield Finding(capture, row, result, picture=None if i else self._picture(result, None))
             return
         truths = [self.vault.truth(capture) for capture in captures]
-        found, _ = self._score(tried, joined(truths))
+        scored, words = self._score(result, joined(truths))
         whole, at = self._picture(result, joined(truths)), 0
         no_image = "" if result is None or self.spec.vocabulary is None else NO_IMAGE
-        for capture, truth, scored in zip(captures, truths, parts(found, [len(t.x) for t in truths]), strict=True):
-            row = self._row(name, capture, tried) | {k: v for k, v in scored.row().items() if k in results.COLUMNS}
-            row["status"] = "nonfinite" if scored.nonfinite else row["status"]
+        for capture, truth, part in zip(captures, truths, parts(scored, [len(t.x) for t in truths]), strict=True):
+            own, at = slice(at, at + len(truth.x)), at + len(truth.x)
+            row = self._row(name, capture, tried) | {k: v for k, v in part.row().items() if k in results.COLUMNS}
+            row["status"] = "nonfinite" if part.nonfinite else row["status"]
             valid, why = self._validity(tried, truth)
             row |= {"dataset_index": " ".join(map(str, truth.dataset_index.tolist())), "attack_valid": valid}
-            row["reason"] = self._reason(tried, why, no_image)
-            yield capture, row, scored, None if whole is None else whole[at : at + len(truth.x)]
-            at += len(truth.x)
+            yield Finding(
+                capture,
+                row | {"reason": self._reason(tried, why, no_image)},
+                result,
+                images=results.image_rows(capture, part),
+                tokens=[one.row() | {"capture": capture} for one in words[own]],
+                members=self._member_rows(name, capture, result.membership if result else None),
+                picture=None if whole is None else whole[own],
+            )
 
     def _row(self, name: str, capture: str, tried: attacking.Attempt) -> Row:
         """Return what a row says of a capture and of the attack, without scores."""
-        header, result = CaptureStore(self.folder.captures).header(capture), tried.result
+        header, result = self.headers[capture], tried.result
         row: Row = {
-            "capture": capture,
             "run": self.folder.path.name,
             "algo": self.card.key,
             "family": self.card.family,
@@ -337,23 +344,14 @@ class AttackSession:
             return False, ""
         return (None, "") if truth is None else results.validity(truth.replay_residual)
 
-    def _score(self, tried: attacking.Attempt, truth: Truth) -> tuple[VictimScore, list[texts.TextScore]]:
+    def _score(self, result: Reconstruction | None, truth: Truth) -> tuple[VictimScore, list[texts.TextScore]]:
         assert self.pool is not None
-        x, y = (tried.result.x, tried.result.y) if tried.result else (None, None)
+        x, y = (result.x, result.y) if result else (None, None)
         if self.spec.vocabulary is not None:
             return texts.score(truth, x, y, self.pool)
         return score(truth, x, y, self.spec.pixels, self.pool, self.perceptual), []
 
-    def _token_rows(self, tried: attacking.Attempt) -> list[dict[str, Any]]:
-        if self.pool is None or self.spec.vocabulary is None:
-            return []
-        captures = [tried.capture, *tried.others]
-        truths = [self.vault.truth(capture) for capture in captures]
-        names = [capture for capture, truth in zip(captures, truths, strict=True) for _ in truth.x]
-        _, found = self._score(tried, joined(truths))
-        return [one.row() | {"capture": capture} for one, capture in zip(found, names, strict=True)]
-
-    def _picture(self, result: Any, truth: Truth | None) -> Tensor | None:
+    def _picture(self, result: Reconstruction | None, truth: Truth | None) -> Tensor | None:
         if result is None or result.x is None:
             return None
         if self.spec.vocabulary is not None:

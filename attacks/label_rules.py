@@ -9,6 +9,15 @@ from pflsec.wire.capture import Capture
 ROUNDING = 1e-3  # images; float32 weights leave far less
 
 
+def from_wire(cap: Capture, rng: torch.Generator) -> tuple[Tensor | None, str]:
+    """Return labels int64 [B] that are granted as counts or read off a histogram or a label set on the wire, and which of
+    these it was: counts or wire; (None, "none") without any."""
+    if (found := from_label_counts(cap)) is not None:
+        return found, "wire" if cap.counts is None else "counts"
+    found = from_label_set(cap, rng)
+    return found, "none" if found is None else "wire"
+
+
 def from_label_set(cap: Capture, rng: torch.Generator) -> Tensor | None:
     """Return labels int64 [B] from a label set on the wire, or None without one.
 

@@ -18,6 +18,8 @@ Loss = Callable[[Free], tuple[Tensor, Tensor]]
 
 BLOW_UP = 10.0  # times the first objective
 FAR = 50.0  # no normalised pixel is so large
+DECAY = (3 / 8, 5 / 8, 7 / 8)
+"""Shares of the iterations at which Inverting Gradients cuts Adam's step by ten (Geiping et al. 2020)."""
 STUCK = 3  # LBFGS rounds in a row without any progress
 TRACE = 50
 EARLY = TRACE // 4  # points of a trace after which an attempt may be given up
@@ -110,7 +112,7 @@ def descend(
 
 def with_rescue(plan: Plan, steps: int) -> list[Plan]:
     """Return the plan, then signed Adam for so many steps, then the plan again: LBFGS stalls on kinks, Adam crosses them."""
-    adam = Plan("adam", steps, 0.1, plan.tolerance, signed=True, decay_at=(3 / 8, 5 / 8, 7 / 8))
+    adam = Plan("adam", steps, 0.1, plan.tolerance, signed=True, decay_at=DECAY)
     return [plan, adam, plan] if steps else [plan]
 
 

@@ -130,10 +130,9 @@ class Problem:
             if self.cap.labels is None:
                 raise NotApplicable("the labels are not granted to this adversary")
             return self.cap.labels, "known"
-        if (found := label_rules.from_label_counts(self.cap)) is not None:
-            return found, "wire" if self.cap.counts is None else "counts"
-        if (found := label_rules.from_label_set(self.cap, self.rng)) is not None:
-            return found, "wire"
+        found, how = label_rules.from_wire(self.cap, self.rng)
+        if found is not None:
+            return found, how
         if policy == "restore" and (found := label_rules.of_one_image(self.cap)) is not None:
             return found, "restore"
         return None, "optimise"

@@ -157,13 +157,16 @@ def accuracy_table(runs: Iterable[RunData]) -> pd.DataFrame:
     return pd.DataFrame([row for run in runs for row in _accuracies(run)], columns=list(ACCURACY))
 
 
+def _named(run: RunData) -> dict[str, Any]:
+    """Return what tells a run's rows from others'."""
+    algorithm = run.manifest["algorithm"]
+    return {"run": run.name, "algo": algorithm["key"], "family": algorithm["family"], "defense": defense_of(run)}
+
+
 def _accuracies(run: RunData) -> list[dict[str, Any]]:
     metrics, manifest = run.metrics, run.manifest
     common = {
-        "run": run.name,
-        "algo": manifest["algorithm"]["key"],
-        "family": manifest["algorithm"]["family"],
-        "defense": defense_of(run),
+        **_named(run),
         "state": manifest["state"],
         "rounds": len(metrics),
         "rounds_planned": run.config.get("rounds"),
@@ -225,10 +228,7 @@ def _memberships(run: RunData, attack: AttackData) -> list[dict[str, Any]]:
         if not fits:
             raise RunError(f"{attack.folder / 'attack.json'} is damaged: '{name}' lacks or garbles a number.")
     fixed = {
-        "run": run.name,
-        "algo": run.manifest["algorithm"]["key"],
-        "family": run.manifest["algorithm"]["family"],
-        "defense": defense_of(run),
+        **_named(run),
         "attack_id": attack.id,
         "attack": attack.name,
         "adversary": attack.meta["threat_model"]["adversary"],
@@ -241,10 +241,7 @@ def _memberships(run: RunData, attack: AttackData) -> list[dict[str, Any]]:
 def _leakages(run: RunData, attack: AttackData) -> list[dict[str, Any]]:
     scores = _settled(attack)
     fixed = {
-        "run": run.name,
-        "algo": run.manifest["algorithm"]["key"],
-        "family": run.manifest["algorithm"]["family"],
-        "defense": defense_of(run),
+        **_named(run),
         "attack_id": attack.id,
         "controls": controls.state(attack.meta),
         "state": attack.meta["state"],
@@ -333,8 +330,7 @@ def headline_table(runs: Iterable[RunData]) -> pd.DataFrame:
 
 
 def _headline(run: RunData) -> dict[str, Any]:
-    algorithm = run.manifest["algorithm"]
-    fixed = {"run": run.name, "algo": algorithm["key"], "family": algorithm["family"], "defense": defense_of(run)}
+    fixed = _named(run)
     groups = [
         (attack, group.dropna(subset=["psnr_capped"]), invalid, absent)
         for attack in run.attacks

@@ -87,8 +87,8 @@ def _labels(cap: Capture, rng: torch.Generator) -> tuple[Tensor | None, str]:
     """Return the labels of as many texts as are returned, one, and how they were found."""
     if cap.count > 1:
         return None, "none"
-    for found in (label_rules.from_label_counts(cap), label_rules.from_label_set(cap, rng)):
-        if found is not None:
-            return found, "wire"
+    found, how = label_rules.from_wire(cap, rng)
+    if found is not None:
+        return found, how
     found = label_rules.of_one_image(cap)
     return found, "none" if found is None else "restore"

@@ -17,7 +17,7 @@ import torch
 
 from pflsec.attacks import label_rules, objectives
 from pflsec.attacks.matching import MatchingConfig, match
-from pflsec.attacks.minimise import Plan
+from pflsec.attacks.minimise import DECAY, Plan
 from pflsec.attacks.priors import total_variation
 from pflsec.attacks.problem import COTANGENT, Problem, gaussian_inputs
 from pflsec.core.attack import Attack, Reconstruction
@@ -53,7 +53,7 @@ class FeatureInversion(Attack[FeatureInversionConfig]):
                 rng,
                 distance=objectives.relative_squared,
                 draw=gaussian_inputs,
-                plans=[Plan("adam", cfg.iterations, cfg.lr, cfg.tolerance, decay_at=(3 / 8, 5 / 8, 7 / 8))],
+                plans=[Plan("adam", cfg.iterations, cfg.lr, cfg.tolerance, decay_at=DECAY)],
                 prior=(lambda x: cfg.tv * total_variation(x)) if cfg.tv else None,
                 poses=with_a_known_extractor,
             )
@@ -76,10 +76,8 @@ def with_a_known_extractor(problem: Problem) -> list[Problem]:
 
 def labels_alone(cap: Capture, rng: torch.Generator, reason: str) -> Reconstruction:
     """Return the labels that the wire gives away, without images. Raises NotApplicable where there are none either."""
-    found = label_rules.from_label_counts(cap)
-    if found is None:
-        found = label_rules.from_label_set(cap, rng)
+    found, how = label_rules.from_wire(cap, rng)
     if found is None:
         raise NotApplicable(reason)
     note = f"labels only: {reason}"
-    return Reconstruction(None, found, math.nan, "converged", 0, 0, labels="wire", hidden="none", note=note)
+    return Reconstruction(None, found, math.nan, "converged", 0, 0, labels=how, hidden="none", note=note)

@@ -14,7 +14,7 @@ import torch
 
 from pflsec.attacks import objectives
 from pflsec.attacks.matching import MatchingConfig, match
-from pflsec.attacks.minimise import Plan
+from pflsec.attacks.minimise import DECAY, Plan
 from pflsec.attacks.priors import total_variation
 from pflsec.attacks.problem import gaussian_inputs
 from pflsec.core.attack import Attack, Reconstruction
@@ -45,7 +45,7 @@ class InvertingGradients(Attack[InvertingGradientsConfig]):
             cfg.lr,
             cfg.tolerance,
             signed=cfg.signed,
-            decay_at=(3 / 8, 5 / 8, 7 / 8),
+            decay_at=DECAY,
             state_lr=cfg.state_lr,
         )
         return match(

@@ -21,7 +21,7 @@ from torch import Tensor
 from pflsec.attacks import objectives
 from pflsec.attacks.gradients import mean_gradient
 from pflsec.attacks.matching import MatchingConfig, match
-from pflsec.attacks.minimise import Plan
+from pflsec.attacks.minimise import DECAY, Plan
 from pflsec.attacks.priors import total_variation
 from pflsec.attacks.problem import COTANGENT, gaussian_inputs
 from pflsec.core.attack import Attack, Reconstruction
@@ -62,7 +62,6 @@ class SME(Attack[SMEConfig]):
                 "a cotangent stands in for a hidden head in one local step, not at a point between two models"
             )
         learned = cfg.point == "learned"
-        decay = (3 / 8, 5 / 8, 7 / 8)
         return match(
             as_one_gradient(cap, SHARES[cfg.point]),
             cfg,
@@ -70,7 +69,7 @@ class SME(Attack[SMEConfig]):
             distance=objectives.cosine,
             draw=gaussian_inputs,
             plans=[
-                Plan("adam", cfg.iterations, cfg.lr, cfg.tolerance, signed=True, decay_at=decay, state_lr=cfg.state_lr)
+                Plan("adam", cfg.iterations, cfg.lr, cfg.tolerance, signed=True, decay_at=DECAY, state_lr=cfg.state_lr)
             ],
             prior=(lambda x: cfg.tv * total_variation(x)) if cfg.tv else None,
             unknowns={PLACE: torch.zeros(())} if learned else None,

@@ -10,12 +10,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from pflsec.core import registry
 from pflsec.core.algorithm import Algorithm
-from pflsec.core.config import build
 from pflsec.core.items import floating
 from pflsec.models.network import Network
 from pflsec.runtime.replay import local_work
+from pflsec.runtime.setup import make_algorithm
 from pflsec.training.local import Training, for_method
 from pflsec.wire.capture import Record
 
@@ -44,8 +43,7 @@ class Control:
 
 def plain_exchange(net: Network, record: Record, x: Tensor, y: Tensor) -> tuple[Algorithm[Any], Record]:
     """Return FedAvg, and the record of one full-batch step of it on (x, y) [B, C, H, W], [B] from a new network."""
-    kind = registry.load("algorithms", "fedavg")
-    algorithm = kind(build(kind.Config, {}, "fedavg"), net, 1)
+    algorithm = make_algorithm("fedavg", {}, net, 1)
     down = algorithm.downlink(algorithm.init_server(net.fresh("control")), 0)
     plain = replace(
         record,

@@ -14,9 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pflsec.config.update import UpdateConfig
-from pflsec.core import registry
 from pflsec.core.algorithm import Algorithm
-from pflsec.core.config import build
 from pflsec.core.errors import RunError, did_you_mean
 from pflsec.core.items import Items, first_nonfinite
 from pflsec.core.network import Statistics
@@ -25,6 +23,7 @@ from pflsec.models import batchnorm, catalogue
 from pflsec.models.network import Network, from_module
 from pflsec.runtime import replay
 from pflsec.runtime.executor import one_thread
+from pflsec.runtime.setup import make_algorithm
 from pflsec.wire.capture import Capture, Record
 
 PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle")
@@ -77,8 +76,7 @@ def load(before: Path, after: Path, model: str | nn.Module, cfg: UpdateConfig) -
         raise RunError(f"{before} and {after} hold the same weights: nothing was learnt between them.")
     if net.buffers and all(torch.equal(down[k], up[k]) for k in net.buffers):
         net = Evaluating(net)
-    kind = registry.load("algorithms", "fedavg")
-    algorithm = kind(build(kind.Config, {"weighting": "uniform"}, "fedavg"), net, 1)
+    algorithm = make_algorithm("fedavg", {"weighting": "uniform"}, net, 1)
     record = Record(
         id="update",
         algorithm="fedavg",

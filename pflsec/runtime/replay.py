@@ -11,7 +11,7 @@ from torch import Tensor
 from pflsec.core.algorithm import Algorithm
 from pflsec.core.contract import kind_of
 from pflsec.core.errors import ConfigError, Inconclusive, NotApplicable
-from pflsec.core.items import Items, arithmetic, cast, detached, floating, select
+from pflsec.core.items import Items, arithmetic, cast, detached, floating, norm, select, subtract
 from pflsec.models.network import Network
 from pflsec.training.local import Driver, LocalWork, Unrolled
 from pflsec.wire.capture import Capture, Record
@@ -220,9 +220,10 @@ def rounding(algorithm: Algorithm[Any], net: Network, record: Record, *, history
         sign = 2.0 * torch.randint(2, value.shape, generator=rng) - 1
         moved[name] = value + sign * spacing.reshape(value.shape) * (record.steps / 12) ** 0.5
     said, other = (algorithm.change(was, down, sent, record.lr, record.steps) for sent in (up, moved))
-    size = sum(float(v.square().sum()) for v in said.values()) ** 0.5
-    noise = sum(float((other[k] - v).square().sum()) for k, v in said.items()) ** 0.5
-    return noise / size if size else float("inf") if said else 0.0
+    if not said:
+        return 0.0
+    size, noise = float(norm(said)), float(norm(subtract(other, said)))
+    return noise / size if size else float("inf")
 
 
 def conclusive(rounded: float, lr: float) -> None:

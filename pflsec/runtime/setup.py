@@ -1,5 +1,6 @@
 """From a configuration to the things a run is made of."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,10 +79,15 @@ def rebuild(config: TrainConfig, spec: InputSpec) -> tuple[Network, Algorithm[An
     net = catalogue.build(
         config.model, spec.shape, spec.classes, config.split, frozen=frozen, vocabulary=spec.vocabulary
     )
-    kind = registry.load("algorithms", config.algo)
-    _check_buffers(config, net, kind)
-    algorithm = kind(build_config(kind.Config, config.settings, config.algo), net, config.clients)
+    _check_buffers(config, net, registry.load("algorithms", config.algo))
+    algorithm = make_algorithm(config.algo, config.settings, net, config.clients)
     return net, LocalBuffers(algorithm) if net.buffers and config.buffers == "local" else algorithm
+
+
+def make_algorithm(name: str, settings: Mapping[str, Any], net: Network, clients: int) -> Algorithm[Any]:
+    """Return a method with its settings. Raises ConfigError for settings that it does not have."""
+    kind = registry.load("algorithms", name)
+    return kind(build_config(kind.Config, settings, name), net, clients)
 
 
 def _check_buffers(config: TrainConfig, net: Network, kind: type[Algorithm[Any]]) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -130,7 +131,7 @@ class Capture:
 
     def ended(self, state: Items) -> Items:
         """Return `began` as the upload says that it ended, float64: items that are not sent stay as they began."""
-        items, up = self.began(state), cast(self.record.up, torch.float64)
+        items, up = self.began(state), self._sent
         for name in items:
             if name in up:
                 items[name] = up[name]
@@ -148,6 +149,10 @@ class Capture:
         return replace(
             self, target={name: self.target[name] for name in self.target if name in names}, replay_fn=replay
         )
+
+    @cached_property
+    def _sent(self) -> Items:
+        return cast(self.record.up, torch.float64)
 
     def replay(self, x: Tensor, y: Tensor, state: Items) -> Items:
         """Return what the client would have sent for this batch, as `target` shows it; differentiable in all arguments.

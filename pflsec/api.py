@@ -39,6 +39,7 @@ from pflsec.wire.store import CaptureStore
 if TYPE_CHECKING:
     import pandas
 
+NAIVE = "naive: the attacker does not know of the defense"
 OnRound = Callable[[int, Mapping[str, Any]], None]
 OnVictim = Callable[[str, int, int, Mapping[str, Any]], None]
 
@@ -245,6 +246,7 @@ class AttackSession:
         self.folder, self.config = folder, config
         self.train, self.spec = attacking.training_config(folder)
         self.card = registry.card("algorithms", self.train.algo)
+        self.naive = self.config.naive and bool(self.train.defense)
         self.epsilon = folder.last_metrics().get("epsilon")
         self.captures = attacking.selected(folder, config)
         weights = Path(config.lpips_weights) if config.lpips_weights else None
@@ -317,14 +319,14 @@ class AttackSession:
             "adversary": self.config.adversary,
             "knowledge": self.config.knowledge,
             "seconds": tried.seconds,
-            "reason": tried.reason,
+            "reason": "; ".join(filter(None, (tried.reason, NAIVE if self.naive else ""))),
             "status": result.status if result else "not-applicable",
         } | {k: header[k] for k in ("kind", "round", "client", "victim", "batch", "steps")}
         if result is not None:
             row |= {k: getattr(result, k) for k in ("labels", "hidden", "iterations", "restarts", "objective")}
         if self.pool is None:
             return (
-                row | {"reason": row["reason"] or "not scored: the run has no vault"},
+                row | {"reason": "; ".join(filter(None, (row["reason"], "not scored: the run has no vault")))},
                 None,
                 self._picture(result, None),
             )
@@ -340,7 +342,7 @@ class AttackSession:
         valid, why = results.validity(truth.replay_residual)
         row |= {k: v for k, v in scored.row().items() if k in results.COLUMNS}
         row |= {"dataset_index": " ".join(map(str, truth.dataset_index.tolist())), "attack_valid": valid}
-        row["reason"] = "; ".join(filter(None, (tried.reason, why)))
+        row["reason"] = "; ".join(filter(None, (row["reason"], why)))
         if scored.nonfinite:
             row["status"] = "nonfinite"
         return row, scored, self._picture(result, truth)
@@ -356,6 +358,7 @@ class AttackSession:
 
     def _id(self, name: str, made: Attack[Any]) -> str:
         facts = [made.cfg.model_dump(), self.config.adversary, self.config.knowledge, self.config.seed, self.captures]
+        facts += ["naive"] if self.config.naive else []
         return f"{name}-{hashlib.sha256(to_json(facts).encode()).hexdigest()[:8]}"
 
     def _meta(self, name: str, made: Attack[Any], id: str, started: str, seconds: float, state: str) -> dict[str, Any]:
@@ -372,6 +375,7 @@ class AttackSession:
                 "knowledge": threat.knowledge,
                 "knows": [k.value for k in Knows if k in threat.knows],
             },
+            "naive": self.naive,
             "captures": self.captures,
             "seed": self.config.seed,
             "lpips": {

@@ -29,6 +29,9 @@ def attack(
         str | None,
         typer.Option(help="Private items: auto, guess, joint, cotangent, log or oracle. [default: the attack's]"),
     ] = None,
+    naive: Annotated[
+        bool, typer.Option("--naive", help="The attacker does not know of the run's defenses. [default: it adapts]")
+    ] = False,
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="NAME=VALUE of the attack's own settings; repeatable.")
     ] = None,
@@ -71,6 +74,7 @@ def attack(
         },
         **{"labels": labels, "hidden": hidden, "lpips": lpips, "seed": seed, "executor": executor, "workers": workers},
         "device": device,
+        "naive": naive,
     }
     config = build(AttackConfig, options, "attack")
     names = attack_names(attacks)

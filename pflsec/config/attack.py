@@ -24,6 +24,7 @@ class AttackConfig(Config):
     knowledge: str = option(default="wire")
     labels: Literal["restore", "optimise", "known"] | None = option(default=None)
     hidden: Literal["auto", "guess", "joint", "cotangent", "log", "oracle"] | None = option(default=None)
+    naive: bool = option(default=False, about="the attacker does not know of the run's defenses")
     settings: dict[str, Any] = Field(default_factory=dict)
     lpips: Literal["alex", "vgg", "squeeze", "none"] = option(default="alex")
     lpips_weights: str | None = None

@@ -28,6 +28,7 @@ from pflsec.core.inputs import InputSpec
 from pflsec.core.items import Items
 from pflsec.core.knowledge import Knows
 from pflsec.core.streams import seed_of, stream
+from pflsec.runtime.defending import parse_defense
 from pflsec.runtime.executor import one_thread
 from pflsec.runtime.folder import RunFolder
 from pflsec.runtime.replay import capture
@@ -129,6 +130,7 @@ def attempt(target: Target) -> Attempt:
             seed=seed_of(seed, "replay", record.id),
             labels=target.labels,
             state=target.state,
+            defenses=() if target.config.naive else [parse_defense(text) for text in config.defense],
         )
         try:
             found = attack.reconstruct(cap, stream(seed, "attack", target.attack, record.id))

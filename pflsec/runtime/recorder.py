@@ -22,7 +22,7 @@ from pflsec.runtime.checkpoint import State
 from pflsec.runtime.executor import learning_rate, naming
 from pflsec.runtime.privacy import Ledger
 from pflsec.runtime.replay import local_work, residual
-from pflsec.runtime.setup import Setup
+from pflsec.runtime.setup import Setup, reference
 from pflsec.training.local import Training, for_method
 from pflsec.wire.capture import MOST_STEPS, Record
 from pflsec.wire.store import CaptureStore
@@ -143,7 +143,8 @@ class Recorder:
             ctx.guard = ledger.guard(record.client, *key, samples=len(rows), batch_size=len(rows))
         with naming(setup, f"round {record.round}, client {record.client}"):
             sent = setup.algorithm.local(for_method(ctx), state, record.down).up
-        up = setup.channel.send_up(sent, record.down, record.round, record.client)
+        where = record.round, record.client
+        up = setup.channel.send_up(sent, reference(setup, state, record.down, sent), *where, probe=record.id)
         self._write(replace(record, up=up), rows, state, distance)
 
     def _check(self, record: Record, x: Tensor, y: Tensor, state: Items, sent: Items | None = None) -> float:

@@ -41,4 +41,4 @@ class Sign(Defense[SignConfig]):
 
 def soft_sign(value: Tensor) -> Tensor:
     """Return v / (|v| + s), s a share of the item's root mean square: near the sign, with a slope that is nowhere zero."""
-    return value / (value.abs() + SOFTNESS * value.detach().square().mean().sqrt() + TINY)
+    return value / (value.abs() + SOFTNESS * (value.square().mean() + TINY).sqrt())

@@ -53,6 +53,13 @@ def user_mechanism(setup: Setup) -> UserDefense[Any] | None:
     return found
 
 
+def check(setup: Setup) -> None:
+    """Raise PrivacyError when the method cannot be trained under one of the run's defenses."""
+    mechanism(setup)
+    if user_mechanism(setup) is None:
+        sums.check(setup)
+
+
 def coverage(setup: Setup) -> dict[str, str]:
     """Return, for every item of the uplink, whether the guarantee covers it."""
     on = mechanism(setup) is not None
@@ -220,7 +227,7 @@ class UserLedger:
 
 def describe(setup: Setup) -> dict[str, Any]:
     """Return the privacy part of run.json. Raises PrivacyError when the method cannot be trained under the defense."""
-    sums.check(setup)
+    check(setup)
     dp, users = mechanism(setup), user_mechanism(setup)
     if users is not None:
         return _described(setup, users)

@@ -6,6 +6,7 @@ import torch
 
 from pflsec.core.change import reference
 from pflsec.core.contract import kind_of
+from pflsec.core.defense import UserDefense
 from pflsec.core.errors import PrivacyError
 from pflsec.core.items import Items, floating
 from pflsec.core.streams import stream
@@ -45,14 +46,16 @@ def why_not(setup: Setup) -> str | None:
         not torch.equal(algorithm.downlink(server, c)[k], down[k]) for c in range(algorithm.clients) for k in weights
     ):
         return "each client is sent a model of its own"
-    many = {
-        c: up | {k: v + _step(v, c, k) for k, v in floating(up).items()} for c in range(min(TRIED, algorithm.clients))
-    }
+    tried = range(min(TRIED, algorithm.clients))
+    many = {c: up | {k: v + _step(v, c, k) for k, v in floating(up).items()} for c in tried}
     mean = up | {k: torch.stack([m[k] for m in many.values()]).mean(0) for k in floating(up)}
-    apart, sums = algorithm.aggregate(server, many), algorithm.aggregate(server, dict.fromkeys(many, mean))
-    others = [algorithm.clients - 1 - c for c in many]
-    if not _alike(apart, sums) or not _alike(sums, algorithm.aggregate(server, dict.fromkeys(others, mean))):
+    added = algorithm.aggregate(server, dict.fromkeys(many, mean))
+    if not _alike(algorithm.aggregate(server, many), added):
         return "it does more with its clients' uploads than add them up"
+    others = [algorithm.clients - 1 - c for c in many]
+    secret = any(isinstance(d, UserDefense) for d in setup.channel.at_server)
+    if secret and not _alike(added, algorithm.aggregate(server, dict.fromkeys(others, mean))):
+        return "its server keeps a record of who took part, which must stay secret"
     return None
 
 

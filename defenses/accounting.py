@@ -48,9 +48,12 @@ def _one_step(sigma: float, rate: float) -> Any:
 
 
 @cache
-def noise_for(target: float, delta: float, sample_rate: float, steps: int, method: Method = "rdp") -> float:
+def noise_for(
+    target: float, delta: float, sample_rate: float, steps: int, method: Method = "rdp", who: str = "dp-sgd"
+) -> float:
     """Return the least noise multiplier with which so many steps stay within the target epsilon, to 1 %.
 
+    who  key of the defense, for messages
     Raises ConfigError when no noise that Opacus considers is enough.
     """
     from opacus.accountants.utils import get_noise_multiplier
@@ -70,7 +73,7 @@ def noise_for(target: float, delta: float, sample_rate: float, steps: int, metho
             )
         except ValueError as error:
             raise ConfigError(
-                f"dp-sgd: epsilon {target:g} cannot be kept over {steps} steps at sample rate {sample_rate:.3g} ({error}). "
+                f"{who}: epsilon {target:g} cannot be kept over {steps} steps at sample rate {sample_rate:.3g} ({error}). "
                 "Raise epsilon, or lower rounds or epochs."
             ) from error
 

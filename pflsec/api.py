@@ -80,7 +80,9 @@ def plan_training(
 ) -> Setup:
     """Return the setup of a run without running it: every mistake in the options shows here."""
     file = Path(config) if config else None
-    return prepare(resolve(options, preset=preset, file=file, assignments=assignments), dataset)
+    setup = prepare(resolve(options, preset=preset, file=file, assignments=assignments), dataset)
+    privacy.check(setup)
+    return setup
 
 
 def estimate(setup: Setup) -> Cost:

@@ -132,8 +132,10 @@ class Recorder(Channel):
         self.log["down", t, client] = super().send_down(message, t, client, ledger)
         return self.log["down", t, client]
 
-    def send_up(self, message: Items, down: Items, t: int, client: int, ledger: Ledger | None = None) -> Items:
-        self.log["up", t, client] = super().send_up(message, down, t, client, ledger)
+    def send_up(
+        self, message: Items, reference: Items, t: int, client: int, ledger: Ledger | None = None, probe: str = ""
+    ) -> Items:
+        self.log["up", t, client] = super().send_up(message, reference, t, client, ledger, probe)
         return self.log["up", t, client]
 
 
@@ -167,7 +169,7 @@ def setup(
     algorithm = method(kind, net, made.federation.clients, **(settings or {}))
     if made.config.buffers == "local" and algorithm.net.buffers:
         algorithm = LocalBuffers(algorithm)
-    channel = Recorder(algorithm.contract, defenses, made.config.seed)
+    channel = Recorder(algorithm.contract, [*made.defenses, *defenses], made.config.seed)
     federation = Typed(**vars(made.federation), dtype=torch.get_default_dtype())
     return replace(made, federation=federation, net=algorithm.net, algorithm=algorithm, channel=channel)
 

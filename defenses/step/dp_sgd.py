@@ -6,7 +6,7 @@ Claims   formal: (epsilon, delta) for single records (add or remove one), agains
          everything on the wire that is computed from the noised gradients alone. Sample counts are taken as public.
 Knob     epsilon (the noise is found for each client's planned steps) or noise_multiplier
 Limits   noise_multiplier = 0 with a large max_grad_norm: training without it. Probes use fixed batches: epsilon speaks of
-         the training run, not of them.
+         the training run, not of them. An attacker who knows of it clips every example's gradient in its replay.
 """
 
 from collections.abc import Iterator, Sequence
@@ -58,6 +58,10 @@ class DPSGD(StepDefense[DPSGDConfig]):
     @property
     def budget(self) -> float | None:
         return self.cfg.epsilon
+
+    @property
+    def longest(self) -> float:
+        return self.cfg.max_grad_norm
 
     def delta(self, samples: int) -> float:
         return self.cfg.delta if self.cfg.delta is not None else min(1e-5, 1 / (10 * samples))

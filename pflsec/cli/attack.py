@@ -37,6 +37,9 @@ def attack(
         str | None,
         typer.Option(metavar="PATTERN[,PATTERN]", help="Only these items of the upload are seen, e.g. head.*."),
     ] = None,
+    naive: Annotated[
+        bool, typer.Option("--naive", help="The attacker does not know of the run's defenses. [default: it adapts]")
+    ] = False,
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="NAME=VALUE of the attack's own settings; repeatable.")
     ] = None,
@@ -115,9 +118,16 @@ def attack(
         **{"labels": labels, "hidden": hidden, "lpips": lpips, "seed": seed, "executor": executor, "workers": workers},
         "controls": controls,
         "device": device,
+        "naive": naive,
     }
     if described:
-        selecting = {"run": run, "rounds": rounds, "clients": clients, "kind": None if kind == "probe" else kind}
+        selecting = {
+            "run": run,
+            "rounds": rounds,
+            "clients": clients,
+            "kind": None if kind == "probe" else kind,
+            "naive": naive or None,
+        }
         _attack_update(attacks, described, options, [k for k, v in selecting.items() if v is not None], dry_run, json)
         return
     config = build(AttackConfig, options, "attack")

@@ -27,6 +27,7 @@ class AttackConfig(Config):
     labels: Literal["restore", "optimise", "known"] | None = option(default=None)
     hidden: Literal["auto", "guess", "joint", "cotangent", "log", "oracle"] | None = option(default=None)
     visible: list[str] | None = option(default=None, about="patterns of the upload's items that are seen; none: all")
+    naive: bool = option(default=False, about="the attacker does not know of the run's defenses")
     settings: dict[str, Any] = Field(default_factory=dict)
     controls: bool = option(default=True)
     lpips: Literal["alex", "vgg", "squeeze", "none"] = option(default="alex")

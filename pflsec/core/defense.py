@@ -1,6 +1,6 @@
 """A defense: a pure transformation of messages at one of the three seams of the channel."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar, Generic, Literal, Protocol, TypeVar
 
 import torch
@@ -39,20 +39,91 @@ Settings = Config  # in the class below, Config names the attribute
 class Defense(Generic[C]):
     """Base of every defense. One file, one subclass and its Config.
 
-    seam  step: inside local training, at each gradient; uplink: on what a client sends, on the client; aggregate: on what
-          the server makes of the accepted uploads
+    seam      step: inside local training, at each gradient; uplink: on what a client sends, on the client; aggregate: on
+              the changes of all accepted uploads, before the method sees any of them
+    excludes  keys of defenses with which it cannot be combined
     """
 
     key: ClassVar[str]
     seam: ClassVar[Literal["step", "uplink", "aggregate"]]
+    excludes: ClassVar[tuple[str, ...]] = ()
     Config: ClassVar[type[Settings]] = Settings
 
     def __init__(self, cfg: C):
         self.cfg = cfg
 
     def protect(self, message: Items, reference: Items, rng: torch.Generator) -> Items:
-        """Return the protected message. `reference` is the downlink (uplink seam) or the server's items (aggregate seam)."""
-        raise TypeError(f"{type(self).__name__} does not define protect(); every uplink or aggregate defense must.")
+        """Return the protected message. `reference` holds what each item counts from (pflsec.core.change); items that it
+        lacks are left as they are."""
+        raise TypeError(f"{type(self).__name__} does not define protect(); every uplink defense must.")
+
+    def adapt(self, guess: Items, seen: Items) -> Items:
+        """Return what this defense makes of the change that a guess would have caused, differentiable: how an attacker who
+        knows of the defense replays it. `seen` is the change that was sent."""
+        return guess
+
+
+class AggregateDefense(Defense[C]):
+    """Base of defenses that give the server one change in place of every client's: a sum, say.
+
+    hides_clients  the server sees no single client's upload, so that none is captured
+    """
+
+    seam = "aggregate"
+    hides_clients: ClassVar[bool] = False
+
+    @property
+    def least(self) -> int:
+        """Fewest uploads of which anything is made; a round with fewer counts as lost."""
+        return 1
+
+    def protect(self, message: Items, reference: Items, rng: torch.Generator) -> Items:
+        """Return what a client sends, after all defenses of the uplink seam."""
+        return message
+
+    def combine(self, changes: Mapping[int, Items], expected: float, rng: torch.Generator) -> Items:
+        """Return the change that the server takes in place of each client's.
+
+        expected  number of clients that the cohort has on average
+        """
+        raise TypeError(f"{type(self).__name__} does not define combine(); every aggregate defense must.")
+
+
+class UserDefense(AggregateDefense[C]):
+    """Base of aggregate defenses that keep a privacy account of whole clients: one noisy sum a round.
+
+    sampling  poisson: every client takes part by chance with the sample rate; fixed: cohorts of one size
+    """
+
+    @property
+    def budget(self) -> float | None:
+        """The epsilon that the run may spend; None: no limit."""
+        raise TypeError(f"{type(self).__name__} does not define budget.")
+
+    @property
+    def sigma(self) -> float:
+        """The noise multiplier."""
+        raise TypeError(f"{type(self).__name__} does not define sigma.")
+
+    @property
+    def sampling(self) -> Literal["poisson", "fixed"]:
+        raise TypeError(f"{type(self).__name__} does not define sampling.")
+
+    def planned(self, clients: int, rate: float, rounds: int) -> "UserDefense[C]":
+        """Return this defense with the noise for so many rounds settled."""
+        raise TypeError(f"{type(self).__name__} does not define planned().")
+
+    def delta(self, clients: int) -> float:
+        """Return the delta at which epsilon is stated."""
+        raise TypeError(f"{type(self).__name__} does not define delta().")
+
+    def epsilon(self, account: Sequence[Spend], clients: int) -> float:
+        """Return the epsilon that an account amounts to. Reading it changes nothing."""
+        raise TypeError(f"{type(self).__name__} does not define epsilon().")
+
+    def claim(self, rate: float) -> str:
+        """Return what is guaranteed at this sample rate, in a few words."""
+        raise TypeError(f"{type(self).__name__} does not define claim().")
 
 
 class StepDefense(Defense[C]):
@@ -84,6 +155,11 @@ class StepDefense(Defense[C]):
     def guard(self, samples: int, batch_size: int, noise_multiplier: float, *key: int | str) -> Guard:
         """Return the guard of one local work; `key` names its noise."""
         raise TypeError(f"{type(self).__name__} does not define guard().")
+
+    @property
+    def longest(self) -> float | None:
+        """Norm to which every example's gradient is clipped, for replays by an attacker who knows it; None: not at all."""
+        return None
 
     def claim(self) -> str:
         """Return what is guaranteed, in a few words."""

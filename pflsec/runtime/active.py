@@ -7,12 +7,13 @@ from torch import Tensor
 
 from pflsec.config.train import TrainConfig
 from pflsec.core.algorithm import Algorithm
+from pflsec.core.change import reference
 from pflsec.core.defense import StepDefense
 from pflsec.core.errors import NotApplicable
 from pflsec.core.items import Items
 from pflsec.models.network import Network
+from pflsec.runtime.defending import parse_defense
 from pflsec.runtime.replay import local_work
-from pflsec.runtime.setup import parse_defense
 from pflsec.training.local import Training, for_method
 from pflsec.wire.capture import Record
 from pflsec.wire.channel import Channel
@@ -40,4 +41,6 @@ def exchanged(
     received = channel.send_down(down, record.round, record.client)
     ctx = local_work(net, record, client.x, client.y, config.seed, Training)
     sent = algorithm.local(for_method(ctx), client.state, received).up
-    return replace(record, down=received, up=channel.send_up(sent, received, record.round, record.client))
+    origin = reference(algorithm.contract, sent, received, algorithm.start(client.state, received))
+    up = channel.send_up(sent, origin, record.round, record.client, probe=f"active {record.id}")
+    return replace(record, down=received, up=up)

@@ -31,6 +31,7 @@ from pflsec.core.streams import seed_of, stream
 from pflsec.runtime import intake
 from pflsec.runtime.active import Client, exchanged
 from pflsec.runtime.controls import Control
+from pflsec.runtime.defending import parse_defense
 from pflsec.runtime.executor import one_thread
 from pflsec.runtime.folder import RunFolder
 from pflsec.runtime.replay import capture, conclusive, newcomer, rounding, visible_items
@@ -158,13 +159,16 @@ def attempt(target: Target) -> Attempt:
         conclusive(rounding(algorithm, net, record, history=history), record.lr)
         granted |= {name: getattr(part, name) for name in ("labels", "state", "counts", "candidates")}
         key = seed_of(target.config.seed, "replay", record.id)
-        return capture(algorithm, net, record, history=history, seed=key, visible=visible, **granted)
+        return capture(algorithm, net, record, history=history, seed=key, visible=visible, defenses=defenses, **granted)
 
     def ended(result: Reconstruction | None, *notes: str, inconclusive: bool = False) -> Attempt:
         said, others = "; ".join(filter(None, notes)), tuple(other.capture for other in target.others)
         return Attempt(target.capture, result, said, time.perf_counter() - began, inconclusive, others)
 
     attack = make_attack(target.attack, target.config)
+    # The positive control is an exchange without defenses.
+    plain = target.config.naive or (target.control is not None and target.control.name == "positive")
+    defenses = () if plain else [parse_defense(text) for text in config.defense]
     visible = target.config.visible or ()
     with one_thread(), torch.random.fork_rng(devices=[]):
         try:

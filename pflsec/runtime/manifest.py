@@ -10,6 +10,7 @@ from typing import Any
 
 import pflsec
 from pflsec.core import methodfile, registry
+from pflsec.core.change import untouched
 from pflsec.core.contract import Direction, kind_of
 from pflsec.core.network import buffer_in
 from pflsec.models import catalogue
@@ -64,6 +65,7 @@ def describe(setup: Setup, name: str, dp: Mapping[str, Any] | None = None) -> di
         },
         "wire": wire_table(setup),
         "defenses": config.defense,
+        "undefended": untouched(algorithm.contract) if any(d.seam == "uplink" for d in setup.defenses) else [],
         "dp": dict(dp) if dp else {"enabled": False, "coverage": {}},
         "captures": {
             "rounds": config.captured_rounds(),

@@ -8,10 +8,13 @@ from typing import Any
 
 import torch
 
-from pflsec.core.defense import Guard, Spend, StepDefense
+from pflsec.core.change import reference
+from pflsec.core.defense import Guard, Spend, StepDefense, UserDefense
 from pflsec.core.errors import PflsecWarning, PrivacyError
-from pflsec.core.streams import seed_of
+from pflsec.core.items import Items
+from pflsec.core.streams import seed_of, stream
 from pflsec.runtime import cohort as cohorts
+from pflsec.runtime import sums
 from pflsec.runtime.setup import Setup
 from pflsec.training.local import LocalWork, for_method
 
@@ -37,10 +40,32 @@ def mechanism(setup: Setup) -> StepDefense[Any] | None:
     return found
 
 
+def user_mechanism(setup: Setup) -> UserDefense[Any] | None:
+    """Return the run's noisy sum, or None without one. Raises PrivacyError when the method cannot be trained under it."""
+    found = next((d for d in setup.defenses if isinstance(d, UserDefense)), None)
+    if found is not None:
+        sums.check(setup)
+        if setup.algorithm.sampling_weights(setup.federation.sizes()) is not None:
+            raise PrivacyError(
+                f"{setup.config.algo} draws its clients with unequal chances, which the account of {found.key} does not know. "
+                f"Let it draw them with equal chances, or choose no {found.key}."
+            )
+    return found
+
+
+def check(setup: Setup) -> None:
+    """Raise PrivacyError when the method cannot be trained under one of the run's defenses."""
+    mechanism(setup)
+    if user_mechanism(setup) is None:
+        sums.check(setup)
+
+
 def coverage(setup: Setup) -> dict[str, str]:
     """Return, for every item of the uplink, whether the guarantee covers it."""
     on = mechanism(setup) is not None
     items = {key.rstrip("?"): kind for key, kind in setup.algorithm.contract.up.items()}
+    if user_mechanism(setup) is not None:
+        return {item: "not used" if kind.partition(" [")[0] in PUBLIC else "covered" for item, kind in items.items()}
     words = {True: "public, by assumption", False: "covered" if on else "not covered: dp-sgd is off"}
     return {item: words[kind.partition(" [")[0] in PUBLIC and on] for item, kind in items.items()}
 
@@ -148,9 +173,64 @@ class Ledger:
             )
 
 
+class UserLedger:
+    """The privacy account of a run that protects whole clients: one noisy sum a round. All that changes is in `account` and
+    `secret`, from which cohorts and noise are drawn (see Ledger)."""
+
+    def __init__(self, setup: Setup, dp: UserDefense[Any], secret: int | None = None):
+        self.setup, self.dp = setup, dp
+        self.secret = secrets.randbits(62) if secret is None else secret
+        self.clients = setup.federation.clients
+        self.rate = cohorts.rate(dp.sampling, self.clients, setup.config.participation)
+        self.account: list[Spend] = []
+        self.blank = sums.blank(setup)
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether one more round would take the run beyond its budget."""
+        return self.dp.budget is not None and self.epsilon(more=1) > self.dp.budget * (1 + 1e-9)
+
+    def cohort(self, t: int) -> list[int] | None:
+        """Return who takes part in a round, or None where cohorts are drawn as ever."""
+        if self.dp.sampling == "fixed":
+            return None
+        return cohorts.by_chance(self.secret, t, self.clients, self.setup.config.participation)
+
+    def noise(self, t: int) -> torch.Generator:
+        """Return the stream of a round's noise."""
+        return stream("dp", self.secret, "sum", t)
+
+    def nobody(self, server: Items) -> tuple[Items, Items]:
+        """Return (reference, upload) of a client that changes nothing: an empty round is noised like any other."""
+        down = self.setup.algorithm.downlink(server, 0)
+        up = sums.still(self.setup, self.blank, down)
+        return reference(self.setup.algorithm.contract, up, down, {}), up
+
+    def spend(self) -> None:
+        """Put one round on the account."""
+        steps = self.account[0][2] if self.account else 0
+        self.account = [(self.dp.sigma, self.rate, steps + 1)]
+
+    def epsilon(self, more: int = 0) -> float:
+        """Return what has been spent, or would be after so many further rounds."""
+        return self.dp.epsilon([*self.account, (self.dp.sigma, self.rate, more)], self.clients)
+
+    def facts(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps."""
+        return {"secret": self.secret, "account": self.account}
+
+    def restore(self, facts: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint's facts."""
+        self.secret = int(facts["secret"])
+        self.account = [(sigma, rate, int(steps)) for sigma, rate, steps in facts["account"]]
+
+
 def describe(setup: Setup) -> dict[str, Any]:
     """Return the privacy part of run.json. Raises PrivacyError when the method cannot be trained under the defense."""
-    dp = mechanism(setup)
+    check(setup)
+    dp, users = mechanism(setup), user_mechanism(setup)
+    if users is not None:
+        return _described(setup, users)
     if dp is None:
         return {"enabled": False, "coverage": {}}
     ledger = Ledger(setup, dp, secret=0)
@@ -158,12 +238,31 @@ def describe(setup: Setup) -> dict[str, Any]:
     return {
         "enabled": True,
         "defense": dp.key,
+        "unit": "record",
         "settings": dp.cfg.model_dump(),
         "guarantee": dp.claim(),
         "adversary": "everybody who sees the messages",
         "noise_multiplier": {"least": min(ledger.sigmas), "most": max(ledger.sigmas)},
         "delta": {"least": min(deltas), "most": max(deltas)},
         "epochs_accounted_per_round": ledger.epochs,
+        "coverage": coverage(setup),
+        "test_seed": setup.config.dp_seed is not None,
+    }
+
+
+def _described(setup: Setup, dp: UserDefense[Any]) -> dict[str, Any]:
+    ledger = UserLedger(setup, dp, secret=0)
+    delta = dp.delta(ledger.clients)
+    return {
+        "enabled": True,
+        "defense": dp.key,
+        "unit": "user",
+        "settings": dp.cfg.model_dump(),
+        "guarantee": dp.claim(ledger.rate),
+        "adversary": "clients and everybody who sees what the server sends and not who took part; the server is trusted",
+        "noise_multiplier": {"least": dp.sigma, "most": dp.sigma},
+        "delta": {"least": delta, "most": delta},
+        "sample_rate": ledger.rate,
         "coverage": coverage(setup),
         "test_seed": setup.config.dp_seed is not None,
     }

@@ -23,7 +23,7 @@ from pflsec.runtime.checkpoint import State
 from pflsec.runtime.executor import learning_rate, naming
 from pflsec.runtime.privacy import Ledger
 from pflsec.runtime.replay import local_work, residual
-from pflsec.runtime.setup import Setup
+from pflsec.runtime.setup import Setup, reference
 from pflsec.training.local import Training, for_method
 from pflsec.wire.capture import MOST_STEPS, Record, capture_id
 from pflsec.wire.store import CaptureStore
@@ -192,10 +192,10 @@ class Recorder:
             ctx.guard = ledger.guard(record.client, *key, samples=len(rows), batch_size=len(rows))
         with naming(setup, f"round {record.round}, client {record.client}"):
             sent = setup.algorithm.local(for_method(ctx), state, record.down).up
-        up = setup.channel.send_up(sent, record.down, record.round, record.client)
+        where = record.round, record.client
+        up = setup.channel.send_up(sent, reference(setup, state, record.down, sent), *where, probe=record.id)
         if self._forwards:
-            fresh = setup.algorithm.aggregate(now.server, {record.client: up})
-            after = setup.channel.release(fresh, now.server, record.round)
+            after = setup.algorithm.aggregate(now.server, {record.client: up})
             shown = self._forwarded(now, record.client, record.down, up, after)
         else:
             shown = sight.unseen(

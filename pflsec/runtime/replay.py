@@ -3,13 +3,16 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pflsec.core import change as changes
 from pflsec.core.algorithm import Algorithm
 from pflsec.core.contract import kind_of
+from pflsec.core.defense import Defense, StepDefense
 from pflsec.core.errors import ConfigError, Inconclusive, NotApplicable
 from pflsec.core.items import Items, arithmetic, cast, detached, floating, norm, select, subtract
 from pflsec.models.network import Network
@@ -60,16 +63,51 @@ class Replay:
     reference  the private items from which `Algorithm.change` is read, here and in the target: what the adversary knows
                of them, not what it guesses, or else a wrong guess would move both sides
     Of what a guess sends, those items count that the adversary sees of the upload.
+    defenses   those that the attacker knows of, in their order: what a guess would have sent passes them as well
     """
 
-    def __init__(self, algorithm: Algorithm[Any], net: Network, record: Record, seed: int, reference: Items):
+    def __init__(
+        self,
+        algorithm: Algorithm[Any],
+        net: Network,
+        record: Record,
+        seed: int,
+        reference: Items,
+        defenses: Sequence[Defense[Any]] = (),
+    ):
         self.algorithm, self.net, self.record, self.seed, self.reference = algorithm, net, record, seed, reference
+        self.longest = next((d.longest for d in defenses if isinstance(d, StepDefense)), None)
+        self.adapting = [d for d in defenses if type(d).adapt is not Defense.adapt]
         self._cast: dict[torch.dtype, tuple[Items, Items]] = {}
         self._features_alone: bool | None = None
 
     def __call__(self, x: Tensor, y: Tensor, state: Items) -> Items:
-        """Return Algorithm.change of the exchange that this batch would have caused."""
-        return self._change(self.algorithm, self.net, x, y, state)
+        """Return Algorithm.change of the exchange that this batch would have caused, defended as far as is known."""
+        reference, down = self._constants(arithmetic(x))
+        ctx = replace(local_work(self.net, self.record, x, y, self.seed), longest=self.longest)
+        done = self.algorithm.local(ctx, cast(state, arithmetic(x)), down)
+        up = {k: v for k, v in done.up.items() if k in self.record.up}
+        if self.adapting:
+            origin = changes.reference(self.algorithm.contract, up, down, self.algorithm.start(reference, down))
+            guess = {k: v for k, v in changes.change(up, origin).items() if k in self._seen}
+            up = changes.moved(up, origin, self._adapted(guess))
+        return self.algorithm.change(reference, down, up, self.record.lr, self.record.steps)
+
+    @cached_property
+    def _seen(self) -> Items:
+        """The change that was sent, float64."""
+        reference, down = self._constants(torch.float64)
+        up = cast(self.record.up, torch.float64)
+        return changes.change(
+            up, changes.reference(self.algorithm.contract, up, down, self.algorithm.start(reference, down))
+        )
+
+    def _adapted(self, guess: Items) -> Items:
+        """Return what the known defenses make of the change of a guess."""
+        seen = {k: self._seen[k].to(v.dtype) for k, v in guess.items()}
+        for defense in self.adapting:
+            guess = defense.adapt(guess, seen)
+        return guess
 
     def begin(self, state: Items) -> Items:
         """Return the items of the network with which the local work that is sent begins, as far as it trains one."""
@@ -88,7 +126,11 @@ class Replay:
         leaves = {k: v.detach().requires_grad_() for k, v in body.items()}
         inner = (u * self.net.features(leaves, x)).sum()
         found = torch.autograd.grad(inner, list(leaves.values()), create_graph=True, allow_unused=True)
-        return {k: torch.zeros_like(v) if g is None else g for (k, v), g in zip(leaves.items(), found, strict=True)}
+        slopes = {k: torch.zeros_like(v) if g is None else g for (k, v), g in zip(leaves.items(), found, strict=True)}
+        if not self.adapting or not slopes.keys() <= self._seen.keys():
+            return slopes
+        size = -self.record.lr * self.record.steps
+        return {k: v / size for k, v in self._adapted({k: size * v for k, v in slopes.items()}).items()}
 
     def _moved_by_features_alone(self) -> bool:
         """Return whether the body stands still where its features pass no gradient on: judged on a batch of noise."""
@@ -99,11 +141,12 @@ class Replay:
         twin = type(self.algorithm)(self.algorithm.cfg, severed, self.algorithm.clients)
         usual, left = (
             sum(float(v.square().sum()) for v in select(detached(moved), "body").values()) ** 0.5
-            for moved in (self(x, y, state), self._change(twin, severed, x, y, state))
+            for moved in (self._plain(self.algorithm, self.net, x, y, state), self._plain(twin, severed, x, y, state))
         )
         return left <= SEVERED_REST * usual
 
-    def _change(self, algorithm: Algorithm[Any], net: Network, x: Tensor, y: Tensor, state: Items) -> Items:
+    def _plain(self, algorithm: Algorithm[Any], net: Network, x: Tensor, y: Tensor, state: Items) -> Items:
+        """Return Algorithm.change of the exchange that this batch would have caused, undefended."""
         reference, down = self._constants(arithmetic(x))
         ctx = local_work(net, self.record, x, y, self.seed)
         done = algorithm.local(ctx, cast(state, arithmetic(x)), down)
@@ -128,17 +171,19 @@ def capture(
     candidates: tuple[Tensor, Tensor] | None = None,
     counts: Tensor | None = None,
     visible: Sequence[str] = (),
+    defenses: Sequence[Defense[Any]] = (),
 ) -> Capture:
     """Return what an attack is given: the record, what the threat model grants, and the replay.
 
     history  the adversary has the client's earlier messages
     labels, state, counts, candidates  the truth, where granted
     visible  patterns of the upload's items that it sees, here and, so that it knows of no earlier upload in full, ever
+    defenses  those of the run, for an adversary who knows of them; none for a naive one
     """
     known = _known_state(algorithm, net, record, history and not visible)
     reference = _example(algorithm, net) | (known or {})
     state_seen, down, up = (cast(items, torch.float64) for items in (reference, record.down, record.up))
-    replay = Replay(algorithm, net, record, seed, reference)
+    replay = Replay(algorithm, net, record, seed, reference, defenses)
     whole = Capture(
         record=record,
         target=detached(algorithm.change(state_seen, down, up, record.lr, record.steps)),

@@ -9,14 +9,15 @@ import torch
 
 from pflsec.core.errors import RunError, TrainingError
 from pflsec.core.items import Items, cloned, first_nonfinite
+from pflsec.core.streams import stream
 from pflsec.core.vault import VaultWriter
-from pflsec.runtime import checkpoint, evaluate, privacy
+from pflsec.runtime import checkpoint, evaluate, privacy, sums
 from pflsec.runtime import cohort as cohorts
 from pflsec.runtime.checkpoint import State
 from pflsec.runtime.executor import Executor, Job, Outcome, Serial, learning_rate, one_thread
 from pflsec.runtime.folder import RunFolder
 from pflsec.runtime.recorder import Recorder
-from pflsec.runtime.setup import Setup
+from pflsec.runtime.setup import Setup, reference
 from pflsec.wire.channel import Ledger
 from pflsec.wire.store import CaptureStore
 
@@ -33,6 +34,7 @@ class Exchanged:
     lost: list[int]
     stopped: list[int]
     downs: dict[int, Items]
+    references: dict[int, Items]
     outcomes: dict[int, Outcome]
     ups: dict[int, Items]
 
@@ -61,6 +63,9 @@ class Federated:
         self.last_trained: dict[int, int] = {}
         dp = privacy.mechanism(setup)
         self.ledger = privacy.Ledger(setup, dp, setup.config.dp_seed) if dp else None
+        sums.check(setup)
+        users = privacy.user_mechanism(setup)
+        self.users = privacy.UserLedger(setup, users, setup.config.dp_seed) if users else None
 
     def state(self) -> State:
         """Return all that changes, for a checkpoint."""
@@ -74,9 +79,12 @@ class Federated:
         self.memories, self.last_trained = state.memories, state.last_trained
         if self.ledger:
             self.ledger.restore(state.facts["privacy"])
+        if self.users:
+            self.users.restore(state.facts["users"])
 
     def _facts(self) -> dict[str, Any]:
-        return {"privacy": self.ledger.facts()} if self.ledger else {}
+        ledgers = {"privacy": self.ledger, "users": self.users}
+        return {name: ledger.facts() for name, ledger in ledgers.items() if ledger}
 
     def advance(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """Play one round; return its metrics and its rows for clients.csv."""
@@ -100,12 +108,13 @@ class Federated:
             "seconds_train": time.perf_counter() - began,
         }
         rows = self._evaluate(t, played.outcomes, trained, metrics)
-        spent = {c: self.ledger.epsilon(c) for c in self.states} if self.ledger else {}
+        spent = self._spent()
         metrics |= {
             "bytes_down": wire.total("down"),
             "bytes_up": wire.total("up"),
             "bytes_by_kind": {d: dict(kinds) for d, kinds in wire.bytes.items()},
             "epsilon": max(spent.values(), default=None),
+            "epsilon_unit": "record" if self.ledger else "user" if self.users else None,
             "seconds": time.perf_counter() - began,
         }
         return metrics, [row | {"epsilon": spent.get(row["client"])} for row in rows]
@@ -113,25 +122,62 @@ class Federated:
     def _exchange(self, wire: Ledger) -> Exchanged:
         """Ask the cohort, do its local work, and take in what arrives. Nothing is committed."""
         setup, t, config = self.setup, self.t, self.setup.config
-        weights = setup.algorithm.sampling_weights(setup.federation.sizes())
-        asked = cohorts.draw(config.seed, t, setup.federation.clients, config.participation, weights)
-        stopped = [c for c in asked if self.ledger and self.ledger.exhausted(c)]
+        asked = self._asked()
+        stopped = [c for c in asked if self._exhausted(c)]
         cohort = [c for c in asked if c not in stopped]
         lost = cohorts.lost(config.seed, t, cohort, config.drop_rate)
+        if len(cohort) - len(lost) < setup.channel.least:
+            lost = set(cohort)
         downs = {c: setup.channel.send_down(setup.algorithm.downlink(self.server, c), t, c, wire) for c in cohort}
         guards = {c: self.ledger.guard(c, "round", t) for c in cohort} if self.ledger else {}
         # A lost upload leaves no trace anywhere, so the work behind it need not be done.
         jobs = [Job(t, c, self.states[c], downs[c], guards.get(c)) for c in cohort if c not in lost]
-        outcomes = {o.client: o for o in self.executor.run(jobs)}
-        ups = {c: setup.channel.send_up(o.done.up, downs[c], t, c, wire) for c, o in sorted(outcomes.items())}
-        return Exchanged(cohort, sorted(lost), stopped, downs, outcomes, ups)
+        outcomes = {o.client: o for o in sorted(self.executor.run(jobs), key=lambda o: o.client)}
+        references = {c: reference(setup, self.states[c], downs[c], o.done.up) for c, o in outcomes.items()}
+        ups = {c: setup.channel.send_up(o.done.up, references[c], t, c, wire) for c, o in outcomes.items()}
+        return Exchanged(cohort, sorted(lost), stopped, downs, references, outcomes, ups)
+
+    def _asked(self) -> list[int]:
+        """Return whom the server asks in this round."""
+        config, sizes = self.setup.config, self.setup.federation.sizes()
+        if self.users and (asked := self.users.cohort(self.t)) is not None:
+            return asked
+        weights = self.setup.algorithm.sampling_weights(sizes)
+        return cohorts.draw(config.seed, self.t, len(sizes), config.participation, weights)
+
+    def _exhausted(self, client: int) -> bool:
+        """Return whether there is no budget left for a client to take part."""
+        return bool((self.ledger and self.ledger.exhausted(client)) or (self.users and self.users.exhausted))
+
+    def _spent(self) -> dict[int, float]:
+        """Return the epsilon of every client; empty without private training."""
+        if self.users:
+            return dict.fromkeys(self.states, self.users.epsilon())
+        return {c: self.ledger.epsilon(c) for c in self.states} if self.ledger else {}
+
+    def _noisy_sum(self, users: privacy.UserLedger, played: Exchanged) -> dict[int, Items]:
+        """Return the uploads that the server step is given: always as many, the noisy mean each, or none without budget left.
+
+        How many clients took part, and whether any did, would say more than the account knows of.
+        """
+        if users.exhausted:
+            return {}
+        nobody, still = users.nobody(self.server)
+        ups, references = (played.ups, played.references) if played.ups else ({0: still}, {0: nobody})
+        expected = users.rate * users.clients
+        found = self.setup.channel.gather(ups, references, expected, users.noise(self.t))
+        return dict.fromkeys(range(max(1, round(expected))), next(iter(found.values())))
 
     def _aggregate(self, played: Exchanged) -> Items:
         """Return the server's next items: unchanged where no upload arrived."""
-        if not played.ups:
+        if self.users is not None:
+            fresh = self._noisy_sum(self.users, played)
+        else:
+            channel, draws = self.setup.channel, stream(self.setup.config.seed, "defense", "sum", self.t)
+            fresh = channel.gather(played.ups, played.references, len(played.cohort), draws) if played.ups else {}
+        if not fresh:
             return self.server
-        fresh = self.setup.algorithm.aggregate(self.server, played.ups)
-        server = self.setup.channel.release(fresh, self.server, self.t)
+        server = self.setup.algorithm.aggregate(self.server, fresh)
         if bad := first_nonfinite(server):
             raise TrainingError(
                 f"round {self.t}: item '{bad}' is not finite after aggregation; results of earlier rounds are kept."
@@ -147,6 +193,8 @@ class Federated:
             if self.ledger:
                 self.ledger.spend(c, list(played.outcomes[c].spent))
             self.last_trained[c] = self.t
+        if self.users and not self.users.exhausted:
+            self.users.spend()
         self.server = server
         self.t += 1
 

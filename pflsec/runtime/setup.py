@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pflsec.config.train import TrainConfig, parse_assignments, split_assignments
-from pflsec.core import registry
+from pflsec.config.train import TrainConfig
+from pflsec.core import change, registry
 from pflsec.core.algorithm import Algorithm
 from pflsec.core.buffers import LocalBuffers
 from pflsec.core.config import build as build_config
@@ -18,6 +18,7 @@ from pflsec.data.federation import Federation
 from pflsec.data.federation import build as build_federation
 from pflsec.models import catalogue
 from pflsec.models.network import Network
+from pflsec.runtime.defending import make_defenses, without_hidden_captures
 from pflsec.wire.channel import Channel
 
 
@@ -68,7 +69,8 @@ def prepare(config: TrainConfig, dataset: Dataset | None = None) -> Setup:
     config = config.model_copy(update={"clients": federation.clients})
     net, algorithm = rebuild(config, federation.input)
     _check_victims(config, federation)
-    defenses = tuple(parse_defense(text) for text in config.defense)
+    defenses = make_defenses(config, algorithm.contract)
+    config = without_hidden_captures(config, defenses)
     channel = Channel(algorithm.contract, defenses, config.seed)
     return Setup(config, federation, net, algorithm, channel, defenses, dataset)
 
@@ -102,12 +104,9 @@ def _check_buffers(config: TrainConfig, net: Network, kind: type[Algorithm[Any]]
         )
 
 
-def parse_defense(text: str) -> Defense[Any]:
-    """Return a defense from NAME or NAME:k=v,k=v. Raises ConfigError for unknown names and settings."""
-    name, _, knobs = text.partition(":")
-    values = parse_assignments(split_assignments([k for k in knobs.split(",") if k], f"--defense {name}"))
-    kind = registry.load("defenses", name)
-    return kind(build_config(kind.Config, values, f"defense {kind.key}"))
+def reference(setup: Setup, state: Items, down: Items, up: Items) -> Items:
+    """Return what the items of a client's upload count from (pflsec.core.change)."""
+    return change.reference(setup.algorithm.contract, up, down, setup.algorithm.start(state, down))
 
 
 def _check_victims(config: TrainConfig, federation: Federation) -> None:

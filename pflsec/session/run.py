@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     import pandas
 
 UNSCORED = "not scored: the run has no vault"
+NAIVE = "naive: the attacker does not know of the defense"
 NO_IMAGE = "texts have no image measures: see tokens.csv"
 OnVictim = Callable[[str, int, int, Mapping[str, Any]], None]
 OnControl = Callable[[str, Mapping[str, Any]], None]
@@ -104,6 +105,7 @@ class AttackSession:
         self.folder, self.config = folder, config
         self.train, self.spec = attacking.training_config(folder)
         self.card = registry.card("algorithms", self.train.algo)
+        self.naive = self.config.naive and bool(self.train.defense)
         self.epsilon = folder.last_metrics().get("epsilon")
         self.captures = attacking.selected(folder, config)
         weights = Path(config.lpips_weights) if config.lpips_weights else None
@@ -336,7 +338,7 @@ class AttackSession:
         return row
 
     def _reason(self, tried: attacking.Attempt, *more: str) -> str:
-        return "; ".join(filter(None, (tried.reason, limits(self.config), *more)))
+        return "; ".join(filter(None, (tried.reason, limits(self.config), NAIVE if self.naive else "", *more)))
 
     def _validity(self, tried: attacking.Attempt, truth: Truth | None) -> tuple[bool | None, str]:
         """Return whether an attack on a capture can say anything, and why not beyond the attempt's own reason."""
@@ -361,11 +363,12 @@ class AttackSession:
     def _id(self, name: str, made: Attack[Any]) -> str:
         facts = [made.cfg.model_dump(), self.config.adversary, self.config.knowledge, self.config.seed, self.captures]
         facts += [self.config.visible] if self.config.visible else []
+        facts += [NAIVE] if self.naive else []
         return f"{name}-{hashlib.sha256(to_json(facts).encode()).hexdigest()[:8]}"
 
     def _meta(self, name: str, made: Attack[Any], id: str, started: str, seconds: float, state: str) -> dict[str, Any]:
         facts = attack_facts(name, made, self.config, self.perceptual, started, seconds)
-        return {"id": id, **facts, "captures": self.captures, "state": state}
+        return {"id": id, **facts, "naive": self.naive, "captures": self.captures, "state": state}
 
 
 def attack_facts(

@@ -20,6 +20,7 @@ from pflsec.core.local import Local, LossPerExample, Penalty, Projection, Stop
 from pflsec.core.network import Net, buffer_in
 from pflsec.core.streams import stream
 
+TINY = 1e-30
 FEATURE_BATCH = 100  # activations of about this many samples stay in a CPU's cache
 
 
@@ -98,6 +99,8 @@ class LocalWork:
     client: int
     driver: Driver = field(default_factory=Training)
     guard: Guard | None = None
+    longest: float | None = None
+    """Norm to which each example's gradient is clipped, in the replay of work that a guard did so; None: not at all."""
     fixed_epochs: bool = False
     losses: list[Tensor] = field(default_factory=list)
     """Mean data loss of every step of the main phase."""
@@ -252,7 +255,7 @@ class LocalWork:
     ) -> list[Tensor]:
         """Return the gradient of one step. A penalty sees no data: where there is a guard, it passes beside it."""
         self._statistics = {}
-        if self.guard is None:
+        if self.guard is None and self.longest is None:
             with self.net.training() as seen:
                 loss = on(held, x, y).mean()
             # By identity: a teacher that is asked inside the loss reads other tensors, and is left alone.
@@ -261,7 +264,7 @@ class LocalWork:
             if log is not None:
                 log.append(loss.detach())
             return self._gradient(loss if penalty is None else loss + penalty(held, draws), held)
-        gradients = self.guard.gradient(on, held, x, y)
+        gradients = self.guard.gradient(on, held, x, y) if self.guard else self._clipped(on, held, x, y)
         if log is not None and len(x):
             with torch.no_grad():
                 log.append(on(held, x, y).mean())
@@ -269,6 +272,16 @@ class LocalWork:
             pull = self._gradient(penalty(held, draws), held)
             gradients = [g + p for g, p in zip(gradients, pull, strict=True)]
         return gradients
+
+    def _clipped(self, on: LossPerExample, held: Items, x: Tensor, y: Tensor) -> list[Tensor]:
+        """Return the mean over the examples of their gradients, each shortened to `longest`; differentiable."""
+        assert self.longest is not None
+        total = [torch.zeros_like(p) for p in held.values()]
+        for a, b in zip(x.split(1), y.split(1), strict=True):
+            own = self._gradient(on(held, a, b).sum(), held)
+            size = torch.stack([g.square().sum() for g in own]).sum().clamp(min=TINY).sqrt()
+            total = [t + g * (self.longest / size).clamp(max=1) / len(y) for t, g in zip(total, own, strict=True)]
+        return total
 
     def _refuse_raw(self, what: str) -> None:
         if self.guard is not None:

@@ -1,11 +1,14 @@
 """The channel: the one path between client and server. Contract, then defenses, then the ledger and the recorder."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
+from pflsec.core.change import change, moved
 from pflsec.core.contract import Contract, Direction, kind_of
-from pflsec.core.defense import Defense
+from pflsec.core.defense import AggregateDefense, Defense
 from pflsec.core.errors import WireError
 from pflsec.core.items import Items, detached, first_nonfinite, size_in_bytes
 from pflsec.core.streams import stream
@@ -37,25 +40,51 @@ class Channel:
     def __init__(self, contract: Contract, defenses: Sequence[Defense] = (), seed: int = 0):
         self.contract = contract
         self.seed = seed
-        self.uplink = [d for d in defenses if d.seam == "uplink"]
-        self.at_server = [d for d in defenses if d.seam == "aggregate"]
+        self.at_server = [d for d in defenses if isinstance(d, AggregateDefense)]
+        self.uplink = [*(d for d in defenses if d.seam == "uplink"), *self.at_server]
+
+    @property
+    def least(self) -> int:
+        """Fewest uploads of a round of which the server may make anything."""
+        return max((d.least for d in self.at_server), default=1)
 
     def send_down(self, message: Items, t: int, client: int, ledger: Ledger | None = None) -> Items:
         """Return what the client receives. Raises WireError when the message breaks the contract."""
         return self._carry("down", message, t, client, ledger)
 
-    def send_up(self, message: Items, down: Items, t: int, client: int, ledger: Ledger | None = None) -> Items:
-        """Return what the server receives: checked, then defended in order."""
+    def send_up(
+        self, message: Items, reference: Items, t: int, client: int, ledger: Ledger | None = None, probe: str = ""
+    ) -> Items:
+        """Return what the server receives: checked, then defended in order.
+
+        reference  what the items count from (pflsec.core.change)
+        probe      names a message outside the run, whose defenses draw from streams of their own
+        """
         self.contract.check("up", message, f"round {t}, client {client}")
         for defense in self.uplink:
-            message = defense.protect(message, down, stream(self.seed, "defense", defense.key, t, client))
+            key = (t, client, probe) if probe else (t, client)
+            message = defense.protect(message, reference, stream(self.seed, "defense", defense.key, *key))
         return self._carry("up", message, t, client, ledger)
 
-    def release(self, aggregate: Items, server: Items, t: int) -> Items:
-        """Return the server's new items after the defenses of the aggregate seam."""
+    def gather(
+        self, ups: Mapping[int, Items], references: Mapping[int, Items], expected: float, rng: torch.Generator
+    ) -> dict[int, Items]:
+        """Return the uploads as the method's server step is given them.
+
+        Where a defense of the aggregate seam combines them, each holds its one change, and counts of 1: what the server
+        step makes of that is made of the combination alone.
+        """
+        if not self.at_server:
+            return dict(ups)
+        changes = {c: change(up, references[c]) for c, up in ups.items()}
         for defense in self.at_server:
-            aggregate = defense.protect(aggregate, server, stream(self.seed, "defense", defense.key, t))
-        return aggregate
+            one = defense.combine(changes, expected, rng)
+            changes = dict.fromkeys(changes, one)
+        counts = {name: torch.ones_like(v) for name, v in next(iter(ups.values())).items() if self._counts(name)}
+        return {c: moved(up, references[c], changes[c]) | counts for c, up in ups.items()}
+
+    def _counts(self, name: str) -> bool:
+        return self.contract.kind("up", name) == "counts"
 
     def _carry(self, direction: Direction, message: Items, t: int, client: int, ledger: Ledger | None) -> Items:
         where = f"round {t}, client {client}"

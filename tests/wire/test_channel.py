@@ -1,6 +1,7 @@
 """The channel: contract, defenses and ledger, in this order, on the one path between client and server."""
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 from pflsec.core.config import Config
 from pflsec.core.contract import Contract
-from pflsec.core.defense import Defense
+from pflsec.core.defense import AggregateDefense, Defense
 from pflsec.core.errors import WireError
 from pflsec.core.items import Items, select, subtract
 from pflsec.core.vault import VaultWriter
@@ -37,13 +38,13 @@ class Noise(Defense[Config]):
         return {k: v + torch.randn(v.shape, generator=rng) if v.dim() else v for k, v in message.items()}
 
 
-class Halfway(Defense[Config]):
-    """Release the point halfway between the server's items and the aggregate."""
+class Halfway(AggregateDefense[Config]):
+    """Give the server half of the first client's change."""
 
-    key, seam = "halfway", "aggregate"
+    key = "halfway"
 
-    def protect(self, message: Items, reference: Items, rng: torch.Generator) -> Items:
-        return {k: (v + reference[k]) / 2 for k, v in message.items()}
+    def combine(self, changes: Mapping[int, Items], expected: float, rng: torch.Generator) -> Items:
+        return {k: v / 2 for k, v in changes[min(changes)].items()}
 
 
 class Smuggles(Defense[Config]):
@@ -101,10 +102,14 @@ def test_a_defenses_noise_is_a_stream_of_its_round_and_client():
     assert len({tuple(v.tolist()) for v in sent.values()}) == 4
 
 
-def test_the_aggregate_seam_acts_on_the_servers_step_alone():
-    defended = channel(Halfway(Config()))
-    assert defended.release({"w": torch.tensor([4.0])}, {"w": torch.tensor([2.0])}, 0)["w"].tolist() == [3.0]
-    assert defended.send_up({"w": torch.tensor([4.0])}, {"w": torch.tensor([2.0])}, 0, 0)["w"].tolist() == [4.0]
+def test_the_aggregate_seam_acts_on_what_the_server_step_is_given_alone():
+    """4 and 9 count from 2 and 3: half of the first change, 1, is what either becomes."""
+    defended, draws = channel(Halfway(Config())), torch.Generator()
+    ups, starts = ({c: {"w": torch.tensor([v])} for c, v in enumerate(values)} for values in ((4.0, 9.0), (2.0, 3.0)))
+    given = defended.gather(ups, starts, 2, draws)
+    assert {c: up["w"].tolist() for c, up in given.items()} == {0: [3.0], 1: [4.0]}
+    assert defended.send_up(ups[0], starts[0], 0, 0)["w"].tolist() == [4.0]
+    assert channel().gather(ups, starts, 2, draws) == ups
 
 
 def test_a_defense_cannot_send_what_the_method_does_not_declare():

@@ -1,0 +1,36 @@
+"""Clipping: a client's whole change is shortened to a bound.
+
+Source   McMahan et al., ICLR 2018, arXiv 1710.06963, section 2, the clipping alone.
+Seam     uplink
+Claims   none. It bounds how far one client can move the server; without noise it hides nothing.
+Knob     bound
+Limits   A bound above the change's norm: the identity, bit for bit. All vectors of a message are one: weights, control
+         variates, prototypes, logits and statistics together. Counts, label sets, masks and scalars go out as they are.
+         Direction is kept, so a cosine attack loses nothing; an attacker who knows of it clips its replay.
+"""
+
+import torch
+
+from pflsec.core.change import change, moved
+from pflsec.core.config import Config, above
+from pflsec.core.defense import Defense
+from pflsec.core.items import Items
+from pflsec.defenses.vectors import length, shortened
+
+
+class ClipConfig(Config):
+    bound: float = above(0, default=1.0, about="norm to which the change is shortened")
+
+
+class Clip(Defense[ClipConfig]):
+    key, seam = "clip", "uplink"
+    Config = ClipConfig
+
+    def protect(self, message: Items, reference: Items, rng: torch.Generator) -> Items:
+        step = change(message, reference)
+        if float(length(step)) <= self.cfg.bound:
+            return message
+        return moved(message, reference, shortened(step, self.cfg.bound))
+
+    def adapt(self, guess: Items, seen: Items) -> Items:
+        return shortened(guess, self.cfg.bound)

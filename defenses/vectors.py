@@ -1,0 +1,30 @@
+"""Items seen as one vector."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from pflsec.core.items import Items
+
+
+def length(items: Mapping[str, Tensor]) -> Tensor:
+    """Return the Euclidean norm of all items as one vector, 0-d, summed in float64; 0 without items. Differentiable away
+    from 0, where its slope is 0."""
+    parts = [v.double().square().sum() for v in items.values()]
+    total = torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64)
+    return torch.where(total > 0, total, 1).sqrt() * (total > 0)
+
+
+def root_mean_square(items: Mapping[str, Tensor]) -> float:
+    """Return the root of the mean square of all numbers; 0 without any."""
+    count = sum(v.numel() for v in items.values())
+    return float(length(items)) / count**0.5 if count else 0.0
+
+
+def shortened(items: Mapping[str, Tensor], bound: float) -> Items:
+    """Return items * min(1, bound / |items|), all of them one vector; the items themselves where they are within the bound."""
+    size = length(items)
+    if float(size.detach()) <= bound:
+        return dict(items)
+    return {k: v * (bound / size).to(v.dtype) for k, v in items.items()}

@@ -1,0 +1,82 @@
+"""The defenses of a run: made from their texts, and refused where they do not go together or not with the run."""
+
+from typing import Any
+
+from pflsec.config.train import TrainConfig, parse_assignments, split_assignments
+from pflsec.core import registry
+from pflsec.core.config import build as build_config
+from pflsec.core.contract import Contract, kind_of
+from pflsec.core.defense import AggregateDefense, Defense, StepDefense, UserDefense
+from pflsec.core.errors import ConfigError
+from pflsec.runtime import cohort as cohorts
+
+SEAMS = ("step", "uplink", "aggregate")
+"""In the order in which they act."""
+
+
+def make_defenses(config: TrainConfig, contract: Contract) -> tuple[Defense[Any], ...]:
+    """Return a run's defenses in their order. Raises ConfigError for unknown names and settings, and for defenses that do
+    not go together or not with the network."""
+    made = [parse_defense(text) for text in config.defense]
+    _check_together(made)
+    rides = [name for name, text in contract.items("up").items() if kind_of(text) == "buffers"]
+    if rides and (found := next((d for d in made if d.seam != "step"), None)):
+        raise ConfigError(
+            f"{found.key} does not act on running statistics of BatchNorm layers, which {config.algo} sends (first: {rides[0]}). "
+            "Use --buffers local or frozen, or a model with GroupNorm, such as resnet18-gn."
+        )
+    most = cohorts.size(config.clients, config.participation)
+    if few := next((d for d in made if isinstance(d, AggregateDefense) and d.least > most), None):
+        raise ConfigError(
+            f"{few.key} adds up {few.least} uploads or more; a cohort has {most}. Raise --participation or --clients, or lower "
+            "least."
+        )
+    return tuple(_planned(d, config) if isinstance(d, UserDefense) else d for d in made)
+
+
+def _planned(found: UserDefense[Any], config: TrainConfig) -> UserDefense[Any]:
+    rate = cohorts.rate(found.sampling, config.clients, config.participation)
+    return found.planned(config.clients, rate, config.rounds)
+
+
+def _check_together(made: list[Defense[Any]]) -> None:
+    """Raise ConfigError where defenses cannot be combined, or stand in another order than they act."""
+    keys = [d.key for d in made]
+    if twice := next((key for key in keys if keys.count(key) > 1), None):
+        raise ConfigError(f"--defense {twice} is given twice; give it once, with the settings that are meant.")
+    accounts = [d.key for d in made if isinstance(d, StepDefense | UserDefense)]
+    if len(accounts) > 1:
+        raise ConfigError(
+            f"--defense {accounts[0]} and --defense {accounts[1]} would each state an epsilon of its own; choose one of them."
+        )
+    for one in made:
+        if both := next((key for key in one.excludes if key in keys), None):
+            raise ConfigError(
+                f"--defense {one.key} cannot be combined with --defense {both}: its account knows nothing of that noise. Drop "
+                "one of them."
+            )
+    ordered = sorted(made, key=lambda d: SEAMS.index(d.seam))
+    if ordered != made:
+        right = " ".join(f"--defense {d.key}" for d in ordered)
+        raise ConfigError(f"defenses act in the order of their seams ({', '.join(SEAMS)}); write them so: {right}.")
+
+
+def without_hidden_captures(config: TrainConfig, defenses: tuple[Defense[Any], ...]) -> TrainConfig:
+    """Return the configuration without captures where the server sees no single upload."""
+    hiding = next((d for d in defenses if isinstance(d, AggregateDefense) and d.hides_clients), None)
+    if hiding is None or config.capture_rounds == "none":
+        return config
+    if "capture_rounds" in config.model_fields_set:
+        raise ConfigError(
+            f"under {hiding.key} the server sees sums over a cohort, so that there is no upload of a client to capture in rounds "
+            f"{config.capture_rounds}. Use --capture-rounds none."
+        )
+    return config.model_copy(update={"capture_rounds": "none"})
+
+
+def parse_defense(text: str) -> Defense[Any]:
+    """Return a defense from NAME or NAME:k=v,k=v. Raises ConfigError for unknown names and settings."""
+    name, _, knobs = text.partition(":")
+    values = parse_assignments(split_assignments([k for k in knobs.split(",") if k], f"--defense {name}"))
+    kind = registry.load("defenses", name)
+    return kind(build_config(kind.Config, values, f"defense {kind.key}"))

@@ -7,23 +7,20 @@ Runs that stand in the CSV file are not made again. Seconds there are of one thr
 round see benchmarks/bench_rounds.py, which measures all methods in turn.
 """
 
-import csv
-import os
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from benchmarks.bench_training import mnist300 as cut
+from benchmarks.rows import Row, Table
 from pflsec import api
 from pflsec.core import registry
 from pflsec.core.files import write_text
 
-FOLDER = Path(__file__).parents[1] / "docs" / "tables"
 COLUMNS: tuple[str, ...] = ("method", "seed", "mean", "worst10", "global", "bytes_down", "bytes_up", "seconds")
 TEN = ("fedavg", "scaffold", "fedrep", "ditto", "fedproto", "fedala", "fedcp", "gpfl", "pfedme", "apple", "local")
 
@@ -49,7 +46,7 @@ def mnist300(path: str) -> list[Job]:
     return [(key, 0, options | common | {"lr": 0.005 * PACE.get(key, 1)}, path) for key in TEN]
 
 
-def run(job: Job) -> dict[str, Any]:
+def run(job: Job) -> list[Row]:
     """Make one run in a folder that is thrown away; return its row."""
     key, seed, options, path = job
     dataset, preset, settings = None, None, {}
@@ -62,7 +59,7 @@ def run(job: Job) -> dict[str, Any]:
         done = api.run_training(setup, name="run", runs_dir=Path(folder), executor="serial")
         metrics = done.metrics
     last = metrics.iloc[-1]
-    return {
+    row = {
         "method": key,
         "seed": seed,
         "mean": round(float(last["personal_accuracy_mean"]), 4),
@@ -72,22 +69,7 @@ def run(job: Job) -> dict[str, Any]:
         "bytes_up": int(metrics["bytes_up"].sum()),
         "seconds": round(float(metrics["seconds_train"].median()), 3),
     }
-
-
-def missing(jobs: Sequence[Job], path: Path) -> list[Job]:
-    """Return the runs that have no row yet."""
-    there = set()
-    if path.exists():
-        table = pd.read_csv(path)
-        there = set(zip(table["method"], table["seed"], strict=True))
-    return [job for job in jobs if job[:2] not in there]
-
-
-def rows(jobs: Sequence[Job]) -> Iterator[dict[str, Any]]:
-    """Make the runs on all cores, one thread each; yield rows as they come."""
-    with ProcessPoolExecutor(os.cpu_count()) as pool:
-        for future in as_completed([pool.submit(run, job) for job in jobs]):
-            yield future.result()
+    return [row]
 
 
 def summary(table: pd.DataFrame, clients: int, rounds: int) -> str:
@@ -113,23 +95,12 @@ def main(words: Sequence[str]) -> None:
     name = words[0] if words else ""
     if name not in ("digits", "mnist300") or (name == "mnist300") != (len(words) == 2):
         sys.exit(__doc__)
-    os.environ["OMP_NUM_THREADS"] = "1"
+    made = Table(f"accuracy-{name}", COLUMNS, ("method", "seed"), ("method", "seed"))
     jobs = digits() if name == "digits" else mnist300(words[1])
-    path = FOLDER / f"accuracy-{name}.csv"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new, todo = not path.exists(), missing(jobs, path)
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        if new:
-            writer.writeheader()
-        for row in rows(todo):
-            writer.writerow(row)
-            file.flush()
-            print(row, flush=True)
-    table = pd.read_csv(path).sort_values(["method", "seed"])
-    table.to_csv(path, index=False)
-    write_text(path.with_suffix(".md"), summary(table, 20, 20 if name == "digits" else 10))
-    print(path.with_suffix(".md").read_text())
+    table = made.fill(made.missing(jobs, key=lambda job: job[:2]), run)
+    text = summary(table, 20, 20 if name == "digits" else 10)
+    write_text(made.path.with_suffix(".md"), text)
+    print(text)
 
 
 if __name__ == "__main__":

@@ -12,22 +12,18 @@ Runs whose rows stand in the CSV file are not made again.
     oracle     labels and private items given; not run where nothing is hidden from the wire, since it would be the same attack
 """
 
-import csv
-import os
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
 
+from benchmarks.rows import Table
 from pflsec import api
 from pflsec.core import registry
 from pflsec.core.files import write_text
 
-FOLDER = Path(__file__).parents[1] / "docs" / "tables"
 ROUNDS, ITERATIONS = 10, 250
 SIX = ("fedavg", "fedrep", "ditto", "fedproto", "fedbabu", "scaffold")
 HIDING = {"cotangent": {"hidden": "cotangent"}, "joint": {}, "oracle": {"knowledge": "oracle"}}
@@ -86,22 +82,6 @@ def _attack(trained: api.Run, folder: str, hiding: str) -> list[dict[str, Any]]:
     return [{"hiding": hiding} | {c: row[c] for c in COLUMNS[4:]} for row in table.to_dict("records")]
 
 
-def rows(todo: Sequence[Job], workers: int) -> Iterator[list[dict[str, Any]]]:
-    """Make the runs, so many at once, one thread each; yield their rows as they come."""
-    with ProcessPoolExecutor(workers) as pool:
-        for future in as_completed([pool.submit(run, job) for job in todo]):
-            yield future.result()
-
-
-def missing(path: Path) -> list[Job]:
-    """Return the runs that have no rows yet."""
-    there = set()
-    if path.exists():
-        table = pd.read_csv(path)
-        there = set(zip(table["method"], table["batch"], table["steps"], strict=True))
-    return [job for job in jobs() if job not in there]
-
-
 def summary(table: pd.DataFrame, batch: int, steps: int) -> str:
     """Return the Markdown table: medians over victims in dB, before training and in the last round."""
     chosen = table[(table["batch"] == batch) & (table["steps"] == steps)]
@@ -135,27 +115,11 @@ def _cell(group: pd.DataFrame, hiding: str) -> str:
 
 
 def main(words: Sequence[str]) -> None:
-    workers = int(words[0]) if words else os.cpu_count() or 1
-    os.environ["OMP_NUM_THREADS"] = "1"
-    path = FOLDER / "leakage-digits.csv"
-    new, todo = not path.exists(), missing(path)
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        if new:
-            writer.writeheader()
-        for found in rows(todo, workers):
-            writer.writerows(map(_rounded, found))
-            file.flush()
-            print(found[0]["method"], found[0]["batch"], found[0]["steps"], len(found), flush=True)
-    order = ["batch", "steps", "method", "hiding", "round", "client", "victim"]
-    table = pd.read_csv(path).sort_values(order)
-    table.to_csv(path, index=False)
+    order = ("batch", "steps", "method", "hiding", "round", "client", "victim")
+    made = Table("leakage-digits", COLUMNS, ("method", "batch", "steps"), order)
+    table = made.fill(made.missing(jobs(), key=lambda job: job), run, int(words[0]) if words else None)
     parts = [f"B = {b}, K = {k}\n\n{summary(table, b, k)}" for b, k in ((1, 1), (4, 1), (1, 5))]
-    write_text(path.with_suffix(".md"), "\n".join(parts))
-
-
-def _rounded(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in row.items()}
+    write_text(made.path.with_suffix(".md"), "\n".join(parts))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
     python -m benchmarks.frontier_tables naive [WORKERS]                        fedavg, every heuristic, naive and adaptive
 
 Attack: inverting-gradients on one image and one local step, from an attacker who knows of the defense (`naive`: from both),
-on two victims of each of four clients before training and in the last round. Runs whose rows stand in the CSV file are not
+on a victim of each of four clients before training and in the last round. Runs whose rows stand in the CSV file are not
 made again. A method that a defense refuses has one row that says why.
 """
 
@@ -51,16 +51,13 @@ class Job(NamedTuple):
     seed: int
     attackers: tuple[str, ...]
     file: str | None
-    victims: int = 2
 
 
 def jobs(what: str, file: str | None) -> list[Job]:
     """Return all runs of a table, those first that say most."""
     if what == "naive":
         return [Job("fedavg", d, 0, ("adaptive", "naive") if d != "none" else ("adaptive",), None) for d in HEURISTICS]
-    return [
-        Job(m, d, seed, ("adaptive",), file, 1 if file else 2) for seed in range(2) for d in DEFENSES for m in METHODS
-    ]
+    return [Job(m, d, seed, ("adaptive",), file) for seed in range(2) for d in DEFENSES for m in METHODS]
 
 
 def run(job: Job) -> list[Row]:
@@ -78,7 +75,7 @@ def run(job: Job) -> list[Row]:
                     "defense": [] if job.defense == "none" else [job.defense],
                     "capture_rounds": "first,last",
                     "capture_clients": "0,1,2,3",
-                    "victims": job.victims,
+                    "victims": 1,
                     **options,
                 },
                 dataset=dataset,

@@ -108,7 +108,7 @@ def train(
     Raises PflsecError with a sentence for the user.
     """
     setup = plan_training(options, preset=preset, config=config, dataset=dataset)
-    executor = "processes" if setup.config.executor == "processes" else "serial"
+    executor = "serial" if setup.config.executor == "auto" else setup.config.executor
     return run_training(setup, name=name, runs_dir=runs_dir, on_round=on_round, executor=executor)
 
 
@@ -122,7 +122,7 @@ def run_training(
 ) -> Run:
     """Run a setup in a new folder; the folder's state tells how it ended: done, failed or interrupted.
 
-    executor  serial or processes: the results are the same bits
+    executor  serial, processes or ray: the results are the same bits
     """
     dp = privacy.describe(setup)
     facts = manifest.describe(setup, run_name(setup.config, name), dp)
@@ -189,6 +189,10 @@ def _play(setup: Setup, folder: RunFolder, on_round: OnRound, executor: str) -> 
 
 def _executor(setup: Setup, name: str) -> AbstractContextManager[Executor]:
     count = min(setup.config.workers or os.cpu_count() or 1, setup.federation.clients)
+    if name == "ray":
+        from pflsec.runtime.cluster import Cluster
+
+        return closing(Cluster(setup, count))
     return closing(Processes(setup, count) if name == "processes" else Serial(setup))
 
 

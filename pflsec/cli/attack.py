@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from pflsec.cli.console import number, out, print_json, print_table, progress, say
+from pflsec.cli.console import print_json, progress, say
 from pflsec.core.errors import ConfigError
 
 
@@ -49,7 +49,7 @@ def attack(
     lpips: Annotated[str, typer.Option(help="alex, vgg, squeeze or none.")] = "alex",
     lpips_weights: Annotated[Path | None, typer.Option(help="File with the trunk's weights.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the attacker's draws.")] = 0,
-    executor: Annotated[str, typer.Option(help="auto, serial or processes: victims at once.")] = "auto",
+    executor: Annotated[str, typer.Option(help="auto, serial, processes or ray: victims at once.")] = "auto",
     workers: Annotated[int | None, typer.Option(help="Worker processes. [default: one per core]")] = None,
     device: Annotated[str, typer.Option(help="auto or cpu.")] = "auto",
     before: Annotated[
@@ -89,6 +89,8 @@ def attack(
       pflsec attack ig --before a.safetensors --after b.safetensors --model mlp --shape 1,28,28 --classes 10 --lr 0.1 --out found
     """
     from pflsec import api
+    from pflsec.cli.scores import print_scores, records
+    from pflsec.cli.update import attack_update
     from pflsec.config.attack import AttackConfig, make_attacks
     from pflsec.config.train import parse_assignments, split_assignments
     from pflsec.core.config import build
@@ -128,7 +130,7 @@ def attack(
             "kind": None if kind == "probe" else kind,
             "naive": naive or None,
         }
-        _attack_update(attacks, described, options, [k for k, v in selecting.items() if v is not None], dry_run, json)
+        attack_update(attacks, described, options, [k for k, v in selecting.items() if v is not None], dry_run, json)
         return
     config = build(AttackConfig, options, "attack")
     ready = make_attacks(attacks, config)
@@ -156,57 +158,12 @@ def attack(
     for name, error in failures.items():
         say(f"{name} failed: {_first_line(error)}")
     if json:
-        print_json([{"path": str(s.path), "scores": _records(s)} for s in scores])
+        print_json([{"path": str(s.path), "scores": records(s)} for s in scores])
     elif scores:
-        _print_headline(session.folder.path, scores)
-        _print_summary(scores)
-        _print_words(scores)
-        _print_membership(scores)
+        print_scores(session.folder.path, scores)
         say(f"results in {session.folder.attacks}; make the page with: pflsec report {session.folder.path.name}")
     for error in failures.values():
         raise error
-
-
-def _attack_update(
-    attack_name: str,
-    described: dict[str, Any],
-    options: dict[str, Any],
-    selecting: list[str],
-    dry_run: bool,
-    json: bool,
-) -> None:
-    from pflsec import api
-
-    needed = ("before", "after", "model", "shape", "classes", "lr", "out")
-    missing = ", ".join(f"--{name}" for name in needed if name not in described)
-    if missing:
-        given = ", ".join(f"--{name.replace('_', '-')}" for name in described)
-        raise ConfigError(f"{given} describe an update from elsewhere, which needs {missing} as well.")
-    if selecting:
-        flag = "a run" if selecting[0] == "run" else f"--{selecting[0]}"
-        raise ConfigError(f"an update from elsewhere is attacked without {flag}.")
-    rest = {k: v for k, v in options.items() if k not in ("rounds", "clients", "kind")}
-    where = {k: described.pop(k) for k in ("before", "after", "model", "out", "truth") if k in described}
-    session = api.UpdateSession(attack_name, **where, options=described | rest)
-    for doubt in session.doubts:
-        say(f"warning: {doubt}.")
-    if dry_run:
-        if json:
-            print_json({"attack": session.name, "doubts": session.doubts})
-        return
-    size = session.update.record
-    say(f"{session.name} on {where['after']}: images {size.batch}, local steps {size.steps}")
-    found = session.run()
-    labels = None if found.labels is None else found.labels.tolist()
-    if json:
-        facts = {"path": str(found.path), "objective": found.objective, "status": found.status, "labels": labels}
-        print_json(facts | {"doubts": found.doubts, "scores": found.scores})
-        return
-    scores = found.scores or {}
-    cells = [session.name, found.status, f"{found.objective:.3g}", " ".join(map(str, labels or []))]
-    cells += [number(scores.get(name)) for name in ("psnr_capped", "ssim")]
-    print_table("", ["attack", "status", "objective", "labels", "PSNR dB", "SSIM"], [cells])
-    say(f"results in {found.path}" + ("" if scores else "; nothing to score them with: see --truth"))
 
 
 def _decimals(text: str | None, flag: str) -> list[float] | None:
@@ -238,90 +195,3 @@ def _first_line(error: Exception) -> str:
 def _note(name: str, row: Any) -> str:
     psnr = row.get("psnr_capped")
     return f"{name}: {row['status']}" + ("" if psnr is None else f", PSNR {psnr:.1f} dB")
-
-
-def _records(scores: Any) -> list[dict[str, Any]]:
-    from pandas import isna
-
-    table = scores.table
-    return [{k: None if isna(v) else v for k, v in row.items()} for row in table.to_dict("records")]
-
-
-def _print_headline(run: Path, scores: Any) -> None:
-    """Print the run's worst case over all its attacks, and what the controls of the attacks just made say."""
-    from pflsec.reports import controls
-    from pflsec.reports.load import load_run
-    from pflsec.reports.tables import headline_table, records
-    from pflsec.reports.words import headline_sentence
-
-    data = load_run(run)
-    (row,) = records(headline_table([data]))
-    out.print(headline_sentence(row), markup=False)
-    made = {one.path.name for one in scores}
-    for attack in data.attacks:
-        if attack.id in made:
-            out.print(f"{attack.name}: {controls.sentence(attack.meta)}", markup=False)
-
-
-def _print_words(scores: Any) -> None:
-    """Print how many words were found, where the data are texts."""
-    rows = []
-    for one in scores:
-        if not (table := one.tokens.dropna(subset=["token_recall"])).empty:
-            names = (
-                "token_recall",
-                "recall_blind",
-                "token_precision",
-                "multiset_exact",
-                "sequence_exact",
-                "identified",
-            )
-            rows.append([
-                one.table["attack"].iloc[0], str(len(table)), *(number(float(table[name].mean())) for name in names)
-            ])  # fmt: skip
-    if rows:
-        columns = ["attack", "texts", "recall", "blind", "precision", "all words", "in order", "identified"]
-        print_table("Words found (means over texts)", columns, rows)
-
-
-def _print_summary(scores: Any) -> None:
-    rows = []
-    for one in scores:
-        table = one.table
-        invalid = table["attack_valid"].eq(False).fillna(False)
-        table.loc[invalid, ["psnr_capped", "ssim", "excess_psnr", "identified"]] = float(
-            "nan"
-        )  # they stand in no number
-        ended = table["status"].where(~invalid, table["status"] + ", not valid")
-        for (attack_name, status), group in table.groupby(["attack", ended]):
-            median = {c: group[c].median() for c in ("psnr_capped", "ssim", "excess_psnr")}
-            rows.append([
-                attack_name, status, f"{len(group)} of {len(table)}", number(float(median["psnr_capped"])),
-                number(float(group["psnr_capped"].max())), number(float(median["ssim"])),
-                number(float(median["excess_psnr"])), number(float(group["identified"].mean())),
-                "; ".join(sorted({str(r) for r in group["reason"].dropna() if str(r)}))[:80],
-            ])  # fmt: skip
-    columns = ["attack", "status", "victims", "PSNR dB", "best", "SSIM", "above blind dB", "identified", "reason"]
-    print_table("Medians over victims (best: the highest PSNR; identified: share)", columns, rows)
-
-
-def _print_membership(scores: Any) -> None:
-    rows = [
-        [
-            name,
-            f"{found['n_members']} and {found['n_others']}",
-            f"{number(found['auc'], 3)} {_ends(found, 'auc')}".strip(),
-            f"{number(found['tpr_1pct'], 3)} {_ends(found, 'tpr_1pct')}".strip(),
-            found["verdict"],
-        ]
-        for one in scores
-        for name, found in one.membership.items()
-    ]
-    if rows:
-        columns = ["statistic", "members and others", "AUC [95 %]", "TPR at 1 % FPR [95 %]", "verdict"]
-        print_table("Membership, over the candidates of all victims", columns, rows)
-
-
-def _ends(found: Any, name: str) -> str:
-    low, high = found[f"{name}_low"], found[f"{name}_high"]
-    return "" if low is None else f"[{number(low, 3)}, {number(high, 3)}]"

@@ -57,7 +57,7 @@ def train(
     eval_every: Annotated[
         int | None, option("eval_every", "Evaluate every so many rounds, and after the last.")
     ] = None,
-    executor: Annotated[str | None, option("executor", "auto or serial.")] = None,
+    executor: Annotated[str | None, option("executor", "auto, serial, processes or ray.")] = None,
     workers: Annotated[int | None, option("workers", "Worker processes.")] = None,
     device: Annotated[str | None, option("device", "auto or cpu.")] = None,
     runs_dir: Annotated[Path, typer.Option(help="Folder of all runs.")] = Path("runs"),
@@ -130,7 +130,14 @@ def train(
         print_json({"run": run.name, "path": str(run.path), "metrics": last})
         return
     say(f"done: {_note(last)}")
-    say(f"run {run.path}; attack it with: pflsec attack dlg {run.name}" + _runs_dir(runs_dir))
+    say(f"run {run.path}{_next_step(setup, run.name)}" + _runs_dir(runs_dir))
+
+
+def _next_step(setup: Any, run: str) -> str:
+    if setup.config.capture_rounds == "none":
+        return f", without captures to attack; see it with: pflsec report {run}"
+    attack = "dlg" if setup.federation.input.vocabulary is None else "embedding-rows"
+    return f"; attack it with: pflsec attack {attack} {run}"
 
 
 def _check_space(runs_dir: Path, needed: int) -> None:

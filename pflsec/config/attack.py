@@ -33,7 +33,7 @@ class AttackConfig(Config):
     lpips: Literal["alex", "vgg", "squeeze", "none"] = option(default="alex")
     lpips_weights: str | None = None
     seed: int = at_least(0, default=0)
-    executor: Literal["auto", "serial", "processes"] = option(default="auto")
+    executor: Literal["auto", "serial", "processes", "ray"] = option(default="auto")
     workers: int | None = at_least(1, default=None)
     device: Literal["auto", "cpu"] = option(default="auto")
 

@@ -60,8 +60,8 @@ class TrainConfig(Config):
     )
     seed: int = at_least(0, default=0)
     eval_every: int = at_least(1, default=1)
-    executor: Literal["auto", "serial", "processes"] = option(
-        default="auto", about="auto: processes where that pays; the results are the same bits"
+    executor: Literal["auto", "serial", "processes", "ray"] = option(
+        default="auto", about="auto: processes where that pays; ray: a Ray cluster; the results are the same bits"
     )
     workers: int | None = at_least(1, default=None, about="worker processes; none: one per core")
     device: str = option(default="auto")

@@ -207,8 +207,14 @@ def _own_record(folder: RunFolder, target: Target, first: Record, read: Callable
 
 
 def attempts(targets: Sequence[Target], executor: str, workers: int | None) -> Iterator[Attempt]:
-    """Yield the attempt at each target, in order; `processes` (or auto with several cores) works on several at once."""
+    """Yield the attempt at each target, in order; `processes` (or auto with several cores) works on several at once, `ray` on
+    those machines of a cluster that see the run's folder."""
     count = min(workers or os.cpu_count() or 1, len(targets))
+    if executor == "ray":
+        from pflsec.runtime.cluster import each
+
+        yield from each(attempt, targets, count)
+        return
     if executor == "serial" or count == 1:
         yield from map(attempt, targets)
         return

@@ -182,7 +182,10 @@ def attempt(target: Target) -> Attempt:
             found = attack.reconstruct(cap, rng)
         except NotApplicable as reason:
             return ended(None, str(reason), inconclusive=isinstance(reason, Inconclusive))
-    return ended(found, found.note, note)
+    chance = (
+        f"not compared, since it follows the client's own draws: {', '.join(cap.by_chance)}" if cap.by_chance else ""
+    )
+    return ended(found, found.note, note, chance)
 
 
 def reconstruct(

@@ -8,6 +8,7 @@ the files. Bits are those of the serial executor where the processors are of one
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib import import_module
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -27,10 +28,9 @@ T = TypeVar("T")
 def library() -> ModuleType:
     """Return Ray. Raises ConfigError where it is not installed."""
     try:
-        import ray
+        return import_module("ray")
     except ImportError:
         raise ConfigError("--executor ray needs Ray, which is not installed: pip install 'pflsec[ray]'.") from None
-    return ray
 
 
 def join(workers: int) -> Callable[[], None]:

@@ -17,10 +17,12 @@ from pflsec.core.errors import ConfigError, Inconclusive, NotApplicable
 from pflsec.core.items import Items, arithmetic, cast, detached, floating, norm, select, subtract
 from pflsec.models.network import Network
 from pflsec.training.local import Driver, LocalWork, Unrolled
-from pflsec.wire.capture import Capture, Record
+from pflsec.wire.capture import MOST_STEPS, Capture, Record
 
 ROUNDED_AWAY = 1.0
 """An upload whose rounding is expected to be as large as all that it says about the data says nothing about them."""
+SETTLED = 1e-9
+"""Relative distance between replays that differ in the client's draws alone, up to which those do not matter."""
 SEVERED_REST = 1e-6
 """Relative size up to which a body counts as standing still: float64 differences of weights leave far less."""
 
@@ -108,6 +110,10 @@ class Replay:
         for defense in self.adapting:
             guess = defense.adapt(guess, seen)
         return guess
+
+    def drawing(self, seed: int) -> "Replay":
+        """Return the same replay with other draws of the client's."""
+        return Replay(self.algorithm, self.net, self.record, seed, self.reference)
 
     def begin(self, state: Items) -> Items:
         """Return the items of the network with which the local work that is sent begins, as far as it trains one."""
@@ -200,10 +206,33 @@ def capture(
         counts=counts,
         candidates=candidates,
     )
+    if chance := _by_chance(replay, whole):
+        whole = replace(whole.comparing(whole.target.keys() - chance), by_chance=tuple(sorted(chance)))
     if not visible:
         return whole
     seen = visible_items(record, visible)
     return _limited(whole, seen, _follows_from(seen, algorithm, record, state_seen, down, up))
+
+
+def _by_chance(replay: Replay, cap: Capture) -> set[str]:
+    """Return the names of what an upload says that follow the client's own draws as well as its data: none where nothing else
+    speaks of the data, or else there would be nothing to match. Judged on batches of noise, where one step takes the whole
+    batch: the order of minibatches moves everything."""
+    record = cap.record
+    if record.batch > record.batch_size or record.steps > MOST_STEPS:
+        return set()
+    rng = torch.Generator().manual_seed(0)
+    x, other = (record.input.noise(record.batch, rng, torch.float64) for _ in range(2))
+    y, state = torch.arange(record.batch) % record.input.classes, cap.newcomer(rng)
+    said, redrawn, elsewhere = (
+        detached(replay.drawing(seed)(batch, y, state)) for seed, batch in ((0, x), (1, x), (0, other))
+    )
+    moved = _unlike(said, redrawn)
+    return moved if _unlike(said, elsewhere) - moved else set()
+
+
+def _unlike(one: Items, other: Items) -> set[str]:
+    return {name for name in one if relative_distance({name: other[name]}, {name: one[name]}) > SETTLED}
 
 
 def visible_items(record: Record, patterns: Sequence[str]) -> set[str]:
@@ -221,12 +250,9 @@ def _limited(cap: Capture, seen: set[str], left: set[str]) -> Capture:
     record = cap.record
     memory = record.memory if record.personal_equals_public else {}
     return replace(
-        cap,
+        cap.comparing(left),
         record=replace(record, up={k: v for k, v in record.up.items() if k in seen}, memory=memory),
-        target={k: v for k, v in cap.target.items() if k in left},
         kinds={k: v for k, v in cap.kinds.items() if k in seen},
-        replay_fn=lambda x, y, state: {k: v for k, v in cap.replay_fn(x, y, state).items() if k in left},
-        pullback_fn=lambda x, u: {k: v for k, v in cap.pullback_fn(x, u).items() if k in left},
     )
 
 

@@ -1,6 +1,6 @@
 """A capture: the frozen record of one exchange, and all that an attack is given."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -70,6 +70,8 @@ class Capture:
 
     labels, state  the truth, where granted; None otherwise
     counts         the true number of images of each class, int64 [classes], where granted; None otherwise
+    by_chance      names of what the upload says that follow the client's own draws too, so that no replay meets them: they are
+                   not in the target
     candidates     where granted, images [n, C, H, W] as the network sees them and their labels int64 [n]: those of the batch
                    and others of the same classes, in an order that says nothing; None otherwise
     known          the client's private items as far as the adversary can tell: all or some; {} if there are none, None if
@@ -93,6 +95,7 @@ class Capture:
     pullback_fn: PullbackFn = lambda x, u: {}
     counts: Tensor | None = None
     candidates: tuple[Tensor, Tensor] | None = None
+    by_chance: tuple[str, ...] = ()
 
     @property
     def input(self) -> InputSpec:
@@ -141,13 +144,19 @@ class Capture:
 
     def only(self, *kinds: str) -> "Capture":
         """Return the same capture, but of what the upload says about the data only the items of these kinds."""
-        names = {name for name in self.target if self.kinds.get(name) in kinds}
+        return self.comparing({name for name in self.target if self.kinds.get(name) in kinds})
 
-        def replay(x: Tensor, y: Tensor, state: Items) -> Items:
-            return {name: value for name, value in self.replay_fn(x, y, state).items() if name in names}
+    def comparing(self, names: Collection[str]) -> "Capture":
+        """Return the same capture, but of what the upload says about the data only these items."""
+
+        def among(items: Items) -> Items:
+            return {name: value for name, value in items.items() if name in names}
 
         return replace(
-            self, target={name: self.target[name] for name in self.target if name in names}, replay_fn=replay
+            self,
+            target=among(self.target),
+            replay_fn=lambda x, y, state: among(self.replay_fn(x, y, state)),
+            pullback_fn=lambda x, u: among(self.pullback_fn(x, u)),
         )
 
     @cached_property

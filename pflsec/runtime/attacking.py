@@ -21,13 +21,16 @@ from torch import Tensor
 from pflsec.config.attack import AttackConfig, make_attack
 from pflsec.config.train import TrainConfig
 from pflsec.core import methodfile
+from pflsec.core.algorithm import Algorithm
 from pflsec.core.attack import Attack, Reconstruction
 from pflsec.core.config import build
+from pflsec.core.defense import Defense
 from pflsec.core.errors import Inconclusive, NotApplicable, RunError, TrainingError
 from pflsec.core.inputs import InputSpec
 from pflsec.core.items import Items
 from pflsec.core.knowledge import Knows
 from pflsec.core.streams import seed_of, stream
+from pflsec.models.network import Network
 from pflsec.runtime import intake
 from pflsec.runtime.active import Client, exchanged
 from pflsec.runtime.controls import Control
@@ -144,48 +147,62 @@ def attempt(target: Target) -> Attempt:
     began = time.perf_counter()
     if target.doubt:
         return Attempt(target.capture, None, target.doubt, 0.0, inconclusive=True)
-    folder = RunFolder(target.run)
+    found, inconclusive = None, False
+    with one_thread(), torch.random.fork_rng(devices=[]):
+        try:
+            found, notes = _reconstructed(target)
+        except NotApplicable as reason:
+            notes, inconclusive = [str(reason)], isinstance(reason, Inconclusive)
+    others = tuple(other.capture for other in target.others)
+    said = "; ".join(filter(None, notes))
+    return Attempt(target.capture, found, said, time.perf_counter() - began, inconclusive, others)
+
+
+def _reconstructed(target: Target) -> tuple[Reconstruction, list[str]]:
+    """Return what the attack makes of a target, and what its row is to say. Raises NotApplicable with the reason."""
+    folder, threat, control = RunFolder(target.run), target.config.threat, target.control
     config, spec = training_config(folder)
     net, algorithm = rebuild(config, spec)
     read = partial(intake.read_record, folder, config=config, spec=spec, algorithm=algorithm)
     records = [read(name) for name in target.captures]
     own = _own_record(folder, target, records[0], read)
-    if target.control is not None:
-        algorithm, records[0] = target.control.instead(algorithm, net, records[0])
-    given = {record.id: part for record, part in zip(records, (target, *target.others), strict=True)}
-
-    def make(record: Record, visible: Sequence[str] = (), **granted: Any) -> Capture:
-        part, history = given[record.id], Knows.HISTORY in target.config.threat.knows
-        conclusive(rounding(algorithm, net, record, history=history), record.lr)
-        granted |= {name: getattr(part, name) for name in ("labels", "state", "counts", "candidates")}
-        key = seed_of(target.config.seed, "replay", record.id)
-        return capture(algorithm, net, record, history=history, seed=key, visible=visible, defenses=defenses, **granted)
-
-    def ended(result: Reconstruction | None, *notes: str, inconclusive: bool = False) -> Attempt:
-        said, others = "; ".join(filter(None, notes)), tuple(other.capture for other in target.others)
-        return Attempt(target.capture, result, said, time.perf_counter() - began, inconclusive, others)
-
-    attack = make_attack(target.attack, target.config)
+    if control is not None:
+        algorithm, records[0] = control.instead(algorithm, net, records[0])
     # The positive control is an exchange without defenses.
-    plain = target.config.naive or (target.control is not None and target.control.name == "positive")
+    plain = target.config.naive or (control is not None and control.name == "positive")
     defenses = () if plain else [parse_defense(text) for text in config.defense]
-    visible = target.config.visible or ()
-    with one_thread(), torch.random.fork_rng(devices=[]):
-        try:
-            see = partial(make, visible=visible)
-            # A control takes the place of what the adversary has seen, whoever that is.
-            cap, note = (see(records[0]), "") if target.control else seen(target.config.threat, records, own, see)
-            rng = stream(target.config.seed, "attack", target.attack, cap.record.id)
-            if target.own is not None:
-                down = attack.craft(cap, rng)
-                cap = see(exchanged(config, net, algorithm, records[0], down, target.own))
-            found = attack.reconstruct(cap, rng)
-        except NotApplicable as reason:
-            return ended(None, str(reason), inconclusive=isinstance(reason, Inconclusive))
-    chance = (
-        f"not compared, since it follows the client's own draws: {', '.join(cap.by_chance)}" if cap.by_chance else ""
+    see = partial(_capture, target, algorithm, net, defenses)
+    # A control takes the place of what the adversary has seen, whoever that is.
+    cap, note = (see(records[0]), "") if control else seen(threat, records, own, see)
+    attack = make_attack(target.attack, target.config)
+    rng = stream(target.config.seed, "attack", target.attack, cap.record.id)
+    if target.own is not None:
+        cap = see(exchanged(config, net, algorithm, records[0], attack.craft(cap, rng), target.own))
+    found = attack.reconstruct(cap, rng)
+    chance = f"not compared, since it follows the client's own draws: {', '.join(cap.by_chance)}"
+    return found, [found.note, note, chance if cap.by_chance else ""]
+
+
+def _capture(
+    target: Target, algorithm: Algorithm[Any], net: Network, defenses: Sequence[Defense[Any]], record: Record
+) -> Capture:
+    """Return one of a target's records with what the threat model grants of it. Raises Inconclusive for one that says nothing."""
+    config, part = target.config, next((t for t in target.others if t.capture == record.id), target)
+    history = Knows.HISTORY in config.threat.knows
+    conclusive(rounding(algorithm, net, record, history=history), record.lr)
+    return capture(
+        algorithm,
+        net,
+        record,
+        history=history,
+        seed=seed_of(config.seed, "replay", record.id),
+        labels=part.labels,
+        state=part.state,
+        counts=part.counts,
+        candidates=part.candidates,
+        visible=config.visible or (),
+        defenses=defenses,
     )
-    return ended(found, found.note, note, chance)
 
 
 def reconstruct(

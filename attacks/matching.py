@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -55,6 +56,7 @@ def match(
     note: str = "",
     unknowns: Items | None = None,
     poses: Callable[[Problem], Sequence[Problem]] = given_and_freed,
+    settle: Callable[[Tensor], Tensor] | None = None,
 ) -> Reconstruction:
     """Return the best of several descents, chosen by the objective alone. Stops early once one has converged.
 
@@ -63,6 +65,7 @@ def match(
     group     so many descents run as one, each pulled to their mean image by `pull` times the squared distance from it
     unknowns  the attack's own, with where they start: the replay finds them among the private items
     poses     from a restart's problem to those that are searched; may refuse it
+    settle    from the x [group, B, ...] where a descent ended to one that inputs can have: attempts are then judged by that
     """
     dtype = getattr(torch, cfg.precision)
     box = cap.input.box(torch.zeros((), dtype=dtype))
@@ -77,6 +80,8 @@ def match(
             start["x"] = torch.stack([start["x"], *(draw(cap, rng, dtype) for _ in range(group - 1))])
             rival = best[0].trace if best and len(plans) == 1 else ()
             found = descend(loss, start, plans, box, rng, rival)
+            if settle is not None:
+                found = _settled(found, loss, settle, plans[-1].tolerance)
             endings[found.status] += 1
             given_up += found.given_up
             if best is None or found.objective < best[0].objective:
@@ -114,6 +119,14 @@ def _loss(problem: Problem, objective: Objective, prior: Prior | None, pull: flo
         return total, distances.detach().min()
 
     return loss
+
+
+def _settled(found: Best, loss: Loss, settle: Callable[[Tensor], Tensor], tolerance: float) -> Best:
+    """Return what a descent has found with its x settled, and the objective there."""
+    free = found.free | {"x": settle(found.free["x"])}
+    objective = float(loss(free)[1])
+    reached = "converged" if objective < tolerance else "budget" if found.status == "converged" else found.status
+    return replace(found, free=free, objective=objective, status=reached)
 
 
 def _member(problem: Problem, objective: Objective, free: Free) -> Tensor:

@@ -36,6 +36,8 @@ class Plan:
     decay_at    shares of the iterations after which Adam's step is cut by ten; cosine: it falls to 0 along half a cosine
     warm_up     iterations in which Adam's step grows to its full size
     langevin    noise added to the pixel gradient, per unit of step size
+    scale       LBFGS descends so many times the loss: torch's leaves out curvature pairs with a product below 1e-10, an
+                absolute number, and so forgets all curvature near a solution of a loss of order 1
     """
 
     optimiser: Literal["lbfgs", "adam"]
@@ -51,6 +53,7 @@ class Plan:
     cosine: bool = False
     warm_up: int = 0
     langevin: float = 0.0
+    scale: float = 1e6
 
     def rate(self, step: int) -> float:
         """Return Adam's step size after so many steps, relative to `lr`."""
@@ -116,9 +119,11 @@ def with_rescue(plan: Plan, steps: int) -> list[Plan]:
     return [plan, adam, plan] if steps else [plan]
 
 
-def _evaluate(loss: Loss, free: Free, best: Best) -> Tensor:
-    """Evaluate, differentiate into .grad, and remember; the total is returned."""
+def _evaluate(loss: Loss, free: Free, best: Best, scale: float = 1.0) -> Tensor:
+    """Evaluate, differentiate so many times the total into .grad, and remember; that is returned."""
     total, match = loss(free)
+    if scale != 1:
+        total = scale * total
     gradients = torch.autograd.grad(total, list(free.values()), allow_unused=True)
     for value, gradient in zip(free.values(), gradients, strict=True):
         value.grad = torch.zeros_like(value) if gradient is None else gradient
@@ -139,7 +144,7 @@ def _lbfgs(loss: Loss, free: Free, plan: Plan, best: Best) -> Status:
     same = 0
     for _ in range(plan.iterations):
         before = best.calls
-        now = float(optimiser.step(lambda: _evaluate(loss, free, best)))
+        now = float(optimiser.step(lambda: _evaluate(loss, free, best, plan.scale))) / plan.scale
         best.trace.append(best.objective)
         if status := _verdict(now, free, best, plan):
             return status

@@ -11,6 +11,7 @@ Objective = Callable[[Items], Tensor]
 """(what the guess would have sent) -> 0-d, to be minimised."""
 
 EPS = 1e-30
+FAINT = 1e-8  # of all squares: an item with less of them counts as if it had so much
 
 
 def _squared_norm(items: Mapping[str, Tensor]) -> Tensor:
@@ -24,6 +25,23 @@ def relative_squared(seen: Mapping[str, Tensor]) -> Objective:
     """Return |guess - seen|^2 / |seen|^2. The scale makes one tolerance fit trained and untrained networks."""
     difference, size = squared(seen), _squared_norm(seen)
     return lambda guess: difference(guess) / size
+
+
+def squared_and_absolute(seen: Mapping[str, Tensor], alpha: float) -> Objective:
+    """Return the mean over all items of |guess - seen|^2 / |seen|^2 + alpha |guess - seen|_1 / |seen|_1 (after Deng et al. 2021,
+    eq. 4): each layer counts alike, however small its gradient, unless it is hardly any."""
+    same = {k: v.double() for k, v in seen.items()}
+    least = FAINT * _squared_norm(same)
+    squares = {k: v.square().sum().clamp(min=least) for k, v in same.items()}
+    sizes = {k: torch.maximum(v.abs().sum(), squares[k].sqrt()) for k, v in same.items()}
+
+    def distance(guess: Items) -> Tensor:
+        same_names(guess, same)
+        apart = {k: guess[k].double() - v for k, v in same.items()}
+        parts = [d.square().sum() / squares[k] + alpha * d.abs().sum() / sizes[k] for k, d in apart.items()]
+        return torch.stack(parts).mean()
+
+    return distance
 
 
 def squared(seen: Mapping[str, Tensor]) -> Objective:

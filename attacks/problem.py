@@ -43,7 +43,7 @@ def gaussian_inputs(cap: Capture, rng: torch.Generator, dtype: torch.dtype) -> T
 
 def _only_images(cap: Capture) -> None:
     if cap.input.vocabulary is not None:
-        raise NotApplicable("the inputs are texts, and this attack searches for pixels; use embedding-rows")
+        raise NotApplicable("the inputs are texts, and this attack searches for pixels; use embedding-rows or tag")
 
 
 def tiled_pattern(cap: Capture, rng: torch.Generator, dtype: torch.dtype) -> Tensor:

@@ -35,5 +35,5 @@ class DLGClassic(Attack[DLGClassicConfig]):
     needs: ClassVar = frozenset({Knows.ARCH, Knows.INPUT, Knows.UPLINK, Knows.HYPER})
 
     def reconstruct(self, cap: Capture, rng: torch.Generator) -> Reconstruction:
-        plan = Plan("lbfgs", self.cfg.iterations, self.cfg.lr, self.cfg.tolerance, line_search=False)
+        plan = Plan("lbfgs", self.cfg.iterations, self.cfg.lr, self.cfg.tolerance, line_search=False, scale=1.0)
         return match(cap, self.cfg, rng, distance=objectives.squared, draw=gaussian_pixels, plans=[plan])

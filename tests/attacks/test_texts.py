@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from pflsec import api
-from pflsec.attacks.analytic.embedding_rows import whole_counts
+from pflsec.attacks.analytic.embedding_rows import by_text, whole_counts
 from pflsec.core.attack import Reconstruction
 from pflsec.core.errors import NotApplicable
 from pflsec.core.tensors import read_items
 from pflsec.data.datasets import Dataset, load
-from pflsec.leakage.texts import bag
+from pflsec.leakage.texts import assign, bag
 from pflsec.reports import figures
 from tests import toys
 from tests.attacks.test_controls import noisy, shuffled
@@ -51,7 +51,8 @@ def test_the_label_is_read_by_rule_where_the_head_is_sent_and_missing_where_not(
     assert (found.y, found.labels) == (None, "none")
 
 
-def test_of_several_texts_the_set_of_all_words_is_found():
+def test_of_more_texts_than_can_be_told_apart_the_set_of_all_words_is_found():
+    """Three vectors softmax - onehot of three classes lie in one plane: a word of all texts could be of any."""
     v = text_victim(batch=3)
     found = attack("embedding-rows", v.capture())
     assert found.x is not None
@@ -60,6 +61,37 @@ def test_of_several_texts_the_set_of_all_words_is_found():
     assert "3 texts share the rows" in found.note
     for i in range(3):
         assert sorted(words(found, i)) == sorted(set(v.x[v.x != 0].tolist()))
+
+
+@pytest.mark.parametrize("key", ["fedavg", "fedrep"])
+def test_two_texts_of_different_classes_are_told_apart_word_by_word(key: str):
+    """The words of one text alone have rows along its direction; a word of both lies between."""
+    for first in range(3):
+        v = text_victim(key, first=first, batch=2)
+        found = attack("embedding-rows", v.capture())
+        assert found.x is not None
+        assert (found.status, found.note) == ("converged", "")
+        order = assign(v.x, found.x)
+        assert [words(found, j) for j in order] == [bag(text) for text in v.x]
+
+
+def test_rows_between_two_directions_are_shared():
+    """Text 1: a a b c; text 2: d e c, c its last third. Rows by hand: 2/4 u, 1/4 u, 1/4 u + 1/3 v, 1/3 v, 1/3 v."""
+    u, w = torch.tensor([1.0, 0.2, 0.0]).double(), torch.tensor([-0.3, 1.0, 0.5]).double()
+    counts = torch.tensor([[2 / 4, 0], [1 / 4, 0], [1 / 4, 1 / 3], [0, 1 / 3], [0, 1 / 3]]).double()
+    found = by_text(counts @ torch.stack([u, w]), 2, 1e-6)
+    assert found is not None
+    shares = found[0] / found[0].amax(0)
+    one, other = counts[:, 0] / counts[:, 0].max(), counts[:, 1] / counts[:, 1].max()
+    swapped = bool(shares[0, 0] < shares[0, 1])
+    assert torch.allclose(shares, torch.stack([other, one] if swapped else [one, other], 1), atol=1e-6)
+    assert found[1] < 1e-12
+
+
+def test_rows_that_do_not_tell_the_texts_apart_say_so():
+    u = torch.tensor([1.0, 0.2, 0.0]).double()
+    assert by_text(torch.stack([u, 2 * u, 3 * u]), 2, 1e-6) is None
+    assert by_text(torch.eye(3).double(), 2, 1e-6) is None
 
 
 @pytest.mark.parametrize("other", [shuffled, noisy])

@@ -14,7 +14,7 @@ from pflsec.models.network import from_module
 from pflsec.models.resnet18 import resnet18, resnet18_gn
 
 SHAPES = [(1, 8, 8), (1, 28, 28), (3, 32, 32)]
-TEXTS = ["bag"]
+TEXTS = ["bag", "transformer"]
 MODELS = [name for name in registry.names("models") if name not in TEXTS]
 
 

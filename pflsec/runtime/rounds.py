@@ -202,11 +202,15 @@ class Federated:
 
     def _warn_if_still(self, played: Exchanged, trained: Mapping[int, Items]) -> None:
         """Warn where clients have made steps, and none of them has moved a weight."""
-        worked = [c for c, outcome in played.outcomes.items() if outcome.steps]
+        algorithm, contract = self.setup.algorithm, self.setup.algorithm.contract
+        weights = {name for name in contract.items("up") if contract.kind("up", name).startswith("weights")}
+        # A method that sends weights may have a round in which it sends none: what was trained is then not kept.
+        worked = [
+            c for c, o in played.outcomes.items() if o.steps and (not weights or not weights.isdisjoint(o.done.up))
+        ]
         if worked:
-            deploy, rate = self.setup.algorithm.deploy, learning_rate(self.setup, self.t)
-            models = ((deploy(self.states[c], played.downs[c]), trained[c]) for c in worked)
-            health.warn_if_still(self.setup.net, self.t, rate, models)
+            models = ((algorithm.deploy(self.states[c], played.downs[c]), trained[c]) for c in worked)
+            health.warn_if_still(self.setup.net, self.t, learning_rate(self.setup, self.t), models)
 
     def _evaluate(
         self,

@@ -214,4 +214,4 @@ def test_u013_a_penalty_that_is_half_lost_is_seen():
 
             return Done(state, ctx.fit(down, on=ctx.ce, penalty=penalty))
 
-    assert max(slope_errors(HalfLost(FedProx.Config(), toys.tiny(), 4), "fedprox")) > 1e-4
+    assert max(slope_errors(toys.method(HalfLost), "fedprox")) > 1e-4

@@ -171,7 +171,24 @@ def resolve(
             raise ConfigError(f"train: settings is {given!r}; it must be a table of names and values. From {source}.")
         settings |= given
     values = {**from_file, **common, **options, "algo": algo, "settings": settings}
-    return build(TrainConfig, values, "train", source)
+    config = build(TrainConfig, values, "train", source)
+    _refuse_idle(config, {**from_file, **options}, source)
+    return config
+
+
+def _refuse_idle(config: TrainConfig, given: Mapping[str, Any], source: str) -> None:
+    """Raise ConfigError for options of another partition: who reads them would take the data for what they are not.
+
+    Defaults say nothing: the configuration in run.json lists all of them, and may be given back as it is.
+    """
+    uses = {"alpha": ("dirichlet", "pfllib-compat"), "classes_per_client": ("pathological",)}
+    for name, schemes in uses.items():
+        default = TrainConfig.model_fields[name].default
+        if given.get(name, default) != default and config.partition not in schemes:
+            raise ConfigError(
+                f"train: {name} is {given[name]!r}, but partition {config.partition} does not use it; leave it out, or choose "
+                f"partition {' or '.join(schemes)}. From {source}."
+            )
 
 
 def parse_assignments(texts: Mapping[str, str]) -> dict[str, Any]:

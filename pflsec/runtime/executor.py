@@ -1,5 +1,6 @@
 """Executors: who does the clients' local work. The result never depends on which one it is."""
 
+import math
 import time
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
@@ -163,6 +164,10 @@ def work(setup: Setup, job: Job) -> Outcome:
                 "the results of earlier rounds are kept."
             )
     loss = float(torch.stack(ctx.losses).mean()) if ctx.losses else float("nan")
+    if ctx.losses and not math.isfinite(loss):
+        raise TrainingError(
+            f"{where}: the training loss is not finite. Lower --lr (now {ctx.lr:g}); the results of earlier rounds are kept."
+        )
     spent = tuple(job.guard.spent) if job.guard is not None else ()
     return Outcome(job.client, done, loss, len(ctx.losses), time.perf_counter() - began, spent)
 

@@ -11,7 +11,7 @@ from pflsec.core.errors import RunError, TrainingError
 from pflsec.core.items import Items, cloned, first_nonfinite
 from pflsec.core.streams import stream
 from pflsec.core.vault import VaultWriter
-from pflsec.runtime import checkpoint, evaluate, privacy, sums
+from pflsec.runtime import checkpoint, evaluate, health, privacy, sums
 from pflsec.runtime import cohort as cohorts
 from pflsec.runtime.checkpoint import State
 from pflsec.runtime.executor import Executor, Job, Outcome, Serial, learning_rate, one_thread
@@ -95,6 +95,7 @@ class Federated:
             c: setup.algorithm.deploy_trained(o.done.state, played.downs[c], played.ups[c])
             for c, o in played.outcomes.items()
         }
+        self._warn_if_still(played, trained)
         self.on_exchanged(self.state(), played, server)
         self._commit(server, played)
         losses = [played.outcomes[c].train_loss for c in sorted(played.outcomes)]  # workers end in any order
@@ -113,6 +114,7 @@ class Federated:
             "bytes_down": wire.total("down"),
             "bytes_up": wire.total("up"),
             "bytes_by_kind": {d: dict(kinds) for d, kinds in wire.bytes.items()},
+            "norms": health.state_norms(self.server, [self.states[c] for c in played.ups]),
             "epsilon": max(spent.values(), default=None),
             "epsilon_unit": "record" if self.ledger else "user" if self.users else None,
             "seconds": time.perf_counter() - began,
@@ -197,6 +199,18 @@ class Federated:
             self.users.spend()
         self.server = server
         self.t += 1
+
+    def _warn_if_still(self, played: Exchanged, trained: Mapping[int, Items]) -> None:
+        """Warn where clients have made steps, and none of them has moved a weight."""
+        algorithm, contract = self.setup.algorithm, self.setup.algorithm.contract
+        weights = {name for name in contract.items("up") if contract.kind("up", name).startswith("weights")}
+        # A method that sends weights may have a round in which it sends none: what was trained is then not kept.
+        worked = [
+            c for c, o in played.outcomes.items() if o.steps and (not weights or not weights.isdisjoint(o.done.up))
+        ]
+        if worked:
+            models = ((algorithm.deploy(self.states[c], played.downs[c]), trained[c]) for c in worked)
+            health.warn_if_still(self.setup.net, self.t, learning_rate(self.setup, self.t), models)
 
     def _evaluate(
         self,

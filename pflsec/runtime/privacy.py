@@ -7,11 +7,13 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from pflsec.core.change import reference
 from pflsec.core.defense import Guard, Spend, StepDefense, UserDefense
 from pflsec.core.errors import PflsecWarning, PrivacyError
 from pflsec.core.items import Items
+from pflsec.core.network import Net
 from pflsec.core.streams import seed_of, stream
 from pflsec.runtime import cohort as cohorts
 from pflsec.runtime import sums
@@ -20,6 +22,8 @@ from pflsec.training.local import LocalWork, for_method
 
 PUBLIC = ("counts",)
 """Kinds of items that the guarantee takes as public: sample counts."""
+CLIPPED = "none: clipping alone; without noise epsilon is infinite"
+"""What is guaranteed where somebody's noise multiplier is 0."""
 
 
 def mechanism(setup: Setup) -> StepDefense[Any] | None:
@@ -37,7 +41,21 @@ def mechanism(setup: Setup) -> StepDefense[Any] | None:
                 "the examples of a batch together, so that no single one's gradient can be clipped, and keeps statistics of "
                 "them that get no noise. Use a model with GroupNorm, such as resnet18-gn, or --buffers frozen."
             )
+        if idle := _idle(setup.net, setup.federation.train(0)[0][:1]):
+            raise PrivacyError(
+                f"the model cannot be trained under {found.key}: its output does not depend on '{idle[0]}', which would be moved "
+                "by noise alone. Take that layer out of the model."
+            )
     return found
+
+
+def _idle(net: Net, x: Tensor) -> list[str]:
+    """Return the parameters on which the network's output does not depend, whatever their values."""
+    leaves = {k: v.requires_grad_() for k, v in net.fresh("idle").items() if k not in net.buffers}
+    items = net.fresh("idle") | leaves
+    with torch.enable_grad():
+        found = torch.autograd.grad(net.logits(items, x).sum(), list(leaves.values()), allow_unused=True)
+    return [k for k, slope in zip(leaves, found, strict=True) if slope is None]
 
 
 def user_mechanism(setup: Setup) -> UserDefense[Any] | None:
@@ -240,12 +258,11 @@ def describe(setup: Setup) -> dict[str, Any]:
         "defense": dp.key,
         "unit": "record",
         "settings": dp.cfg.model_dump(),
-        "guarantee": dp.claim(),
+        **_guaranteed(dp.claim(), coverage(setup), min(ledger.sigmas)),
         "adversary": "everybody who sees the messages",
         "noise_multiplier": {"least": min(ledger.sigmas), "most": max(ledger.sigmas)},
         "delta": {"least": min(deltas), "most": max(deltas)},
         "epochs_accounted_per_round": ledger.epochs,
-        "coverage": coverage(setup),
         "test_seed": setup.config.dp_seed is not None,
     }
 
@@ -258,11 +275,18 @@ def _described(setup: Setup, dp: UserDefense[Any]) -> dict[str, Any]:
         "defense": dp.key,
         "unit": "user",
         "settings": dp.cfg.model_dump(),
-        "guarantee": dp.claim(ledger.rate),
+        **_guaranteed(dp.claim(ledger.rate), coverage(setup), dp.sigma),
         "adversary": "clients and everybody who sees what the server sends and not who took part; the server is trusted",
         "noise_multiplier": {"least": dp.sigma, "most": dp.sigma},
         "delta": {"least": delta, "most": delta},
         "sample_rate": ledger.rate,
-        "coverage": coverage(setup),
         "test_seed": setup.config.dp_seed is not None,
     }
+
+
+def _guaranteed(claim: str, covered: dict[str, str], least: float) -> dict[str, Any]:
+    """Return what is guaranteed, and for which items; `least` is the smallest noise multiplier of the run."""
+    if least > 0:
+        return {"guarantee": claim, "coverage": covered}
+    clipped = {item: "clipped, without noise" if word == "covered" else word for item, word in covered.items()}
+    return {"guarantee": CLIPPED, "coverage": clipped}

@@ -13,7 +13,6 @@ import plotly.graph_objects as go
 from pflsec.core.files import plain
 from pflsec.reports import words
 from pflsec.reports.figures.frontier import UNTRAINED, colours_of, drawn_places
-from pflsec.reports.figures.style import COLOURS
 from pflsec.reports.frontier import NOTHING, Frontier, Kind, Point, X, Y, attack_text, epsilon_text, x_text
 from pflsec.reports.load import RunData
 from pflsec.reports.tables import SUCCESS, epsilon_unit
@@ -23,6 +22,8 @@ SYMBOLS: dict[Kind, str] = {"defended": "square", "undefended": "circle-open", N
 INK = {"ink": True}
 """Marks a trace that is drawn in the page's colour of text."""
 SHARES = ("recall", "identified", "ssim")
+COLOURS = ("#2f8fd0", "#e0671a", "#12a67c", "#d67fb1", "#dd9e00", "#5bb8ee", "#878e97")
+"""The hues of the drawn figures, readable on light and on dark ground."""
 LINES = ("solid", "dash", "dot")
 
 
@@ -34,7 +35,7 @@ def frontier(found: Frontier) -> Chart | None:
     figure = go.Figure()
     _pareto(figure, found, places)
     _untrained(figure, found)
-    for algo, colour in colours_of(found).items():
+    for algo, colour in colours_of(found, COLOURS).items():
         chosen = [(p, place) for p, place in zip(found.points, places, strict=True) if p.algo == algo]
         _points(figure, found, algo, colour, chosen)
     for one in found.unseen:
@@ -96,9 +97,8 @@ def _lines(runs: Sequence[RunData], column: str, name: Callable[[RunData], str])
             figure.add_scatter(x=rounds, y=values, name=said, mode="lines+markers", line=look, legendgroup=str(number))
     if not figure.data:
         return None
-    return figure.update_layout(
-        xaxis={"title": {"text": "round"}, "tickformat": "d"}, hovermode="x unified", showlegend=True
-    )
+    ticks = {"tickformat": "d"} | ({"dtick": 1} if max(len(run.metrics) for run in runs) <= 12 else {})
+    return figure.update_layout(xaxis={"title": {"text": "round"}} | ticks, hovermode="x unified", showlegend=True)
 
 
 def _points(
@@ -170,7 +170,7 @@ def _levels(figure: go.Figure, found: Frontier) -> None:
     above = {"yref": "paper", "y": 1, "yanchor": "bottom", "showarrow": False}
     if found.blind is not None:
         figure.add_vline(x=found.blind, line={"width": 1.5})
-        figure.add_annotation(x=found.blind, text="blind guess", **above)
+        figure.add_annotation(x=found.blind, text="blind guess", xanchor="right", **above)
     if found.x == "leakage":
         figure.add_vline(x=SUCCESS, line={"width": 1.5, "dash": "dash"})
         figure.add_annotation(x=SUCCESS, text="success: 20 dB", xanchor="left", **above)
@@ -186,7 +186,7 @@ def _infinite(places: Sequence[tuple[float, float]]) -> Chart:
 def _chart(figure: go.Figure) -> Chart:
     """Return the figure as plain data, laid out for a page of any width."""
     below = {"orientation": "h", "yanchor": "top", "y": -0.2, "x": 0}
-    figure.update_layout(template=None, legend=below, margin={"l": 60, "r": 16, "t": 34, "b": 54}, height=460)
+    figure.update_layout(template=None, legend=below, margin={"l": 60, "r": 16, "t": 34, "b": 54}, autosize=True)
     figure.update_xaxes(automargin=True, zeroline=False)
     figure.update_yaxes(automargin=True, zeroline=False)
     return plain(figure.to_plotly_json())

@@ -344,11 +344,11 @@ def _undefended(groups: Sequence[Group]) -> list[str]:
 
 def table(found: Frontier) -> list[list[str]]:
     """Return a row of text for each point and each method of which nothing is seen, the header first."""
-    header = ["pareto", "method", "defense", "epsilon", found.x, found.y, "n", "attack", "mark"]
+    header = ["method", "pareto", "defense", "epsilon", found.x, found.y, "n", "attack", "mark"]
     rows = [
         [
-            "*" if p.pareto else "",
             p.name,
+            "*" if p.pareto else "",
             p.defense,
             epsilon_text(p),
             x_text(found, p),
@@ -360,7 +360,7 @@ def table(found: Frontier) -> list[list[str]]:
         for p in found.points
     ]
     dash = words.DASH
-    hidden = [["", u.name, u.defense, dash, u.reason, words.percent(u.y), dash, "", "defended"] for u in found.unseen]
+    hidden = [[u.name, "", u.defense, dash, u.reason, words.percent(u.y), dash, "", "defended"] for u in found.unseen]
     return [header, *rows, *hidden]
 
 

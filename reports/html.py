@@ -30,7 +30,8 @@ def render(name: str, content: Mapping[str, Any], charts: Sequence[Chart | None]
     """
     scripts = [*([_plotly()] if any(charts) else []), _environment().get_template("page.js").render()]
     sources = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(s.encode()).digest()).decode()}'" for s in scripts)
-    policy = f"default-src 'none'; img-src data: blob:; style-src 'unsafe-inline'; script-src {sources}"
+    inside = "img-src data: blob:; style-src 'unsafe-inline'"
+    policy = f"default-src 'none'; form-action 'none'; base-uri 'none'; {inside}; script-src {sources}"
     return _environment().get_template(name).render(policy=policy, scripts=scripts, **content)
 
 

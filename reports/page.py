@@ -62,7 +62,12 @@ def write(run_paths: Sequence[Path], out: Path, originals: bool = True, verdict:
         for name, found in fronts.items()
     ]
     curves = _curves(runs, out / "figures")
+    cautions = [
+        *words.cautions(runs, made["leakage"][0]),
+        *(text for found in fronts.values() for text in found.cautions),
+    ]
     content = _content(runs, groups, made) | {
+        "cautions": list(dict.fromkeys(cautions)),
         "verdict": verdict,
         "frontiers": shown,
         "curves": curves,
@@ -113,7 +118,6 @@ def _content(runs: Sequence[RunData], groups: Sequence[Group], made: Made) -> di
     names = ", ".join(run.name for run in runs) if len(runs) < 4 else f"{len(runs)} runs"
     return {
         "title": f"pflsec report: {names}",
-        "cautions": words.cautions(runs, leakage),
         "cards": [_card(group, row, made, rows) for group, row in zip(groups, headline, strict=True)],
         "files": list(made),
         "grids": dict.fromkeys(OPTIONAL) | {name: grid if grid.rows else None for name, (_, grid) in made.items()},

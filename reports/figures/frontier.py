@@ -49,9 +49,9 @@ def frontier(found: Frontier) -> Figure:
     return canvas
 
 
-def colours_of(found: Frontier) -> dict[str, str]:
+def colours_of(found: Frontier, colours: Sequence[str] = COLOURS) -> dict[str, str]:
     """Return a colour for each method, in order of appearance; after the last the first comes again."""
-    return dict(zip(dict.fromkeys(p.algo for p in found.points), cycle(COLOURS), strict=False))
+    return dict(zip(dict.fromkeys(p.algo for p in found.points), cycle(colours), strict=False))
 
 
 def drawn_places(found: Frontier) -> list[tuple[float, float]]:
@@ -79,7 +79,7 @@ def _levels(axes: Axes, found: Frontier) -> None:
     top: dict[str, Any] = {"va": "bottom", "fontsize": 9, "color": QUIET, "transform": axes.get_xaxis_transform()}
     if found.blind is not None:
         axes.axvline(found.blind, color=QUIET, linewidth=1.2)
-        axes.text(found.blind, 1.01, "blind guess", ha="center", **top)
+        axes.text(found.blind, 1.01, "blind guess ", ha="right", **top)
     if found.x == "leakage":
         axes.axvline(SUCCESS, color=QUIET, linewidth=1.2, linestyle=(0, (4, 3)))
         axes.text(SUCCESS, 1.01, "  success: 20 dB", ha="left", **top)

@@ -27,6 +27,7 @@
     Object.assign(layout, {
       paper_bgcolor: "rgba(0,0,0,0)",
       plot_bgcolor: "rgba(0,0,0,0)",
+      modebar: { bgcolor: "rgba(0,0,0,0)", color: quiet, activecolor: ink },
       font: { family: getComputedStyle(document.body).fontFamily, color: ink, size: narrow.matches ? 10 : 12 },
       hoverlabel: { bgcolor: colour("--raised"), bordercolor: quiet, font: { color: ink }, align: "left" },
     });
@@ -36,7 +37,8 @@
   function draw() {
     for (const { place, figure } of figures) {
       const { data, layout } = dressed(figure);
-      const shown = { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["lasso2d", "select2d"] };
+      const buttons = [["toImage", "zoom2d", "pan2d", "resetScale2d"]];  // none that sends a figure anywhere
+      const shown = { responsive: true, displaylogo: false, modeBarButtons: buttons };
       Plotly.react(place, data, layout, shown);
     }
   }

@@ -14,7 +14,10 @@ def frontier(
     runs: Annotated[
         list[str] | None, typer.Argument(metavar="[RUN ...]", help="Runs; nothing: all in --runs-dir.")
     ] = None,
-    x: Annotated[str, typer.Option("--x", help="leakage (PSNR; of texts: recall), recall, ssim, identified or epsilon: less is better.")] = "leakage",
+    x: Annotated[
+        str,
+        typer.Option("--x", help="leakage (of texts: recall), recall, ssim, identified or epsilon: less is better."),
+    ] = "leakage",
     y: Annotated[str, typer.Option("--y", help="accuracy, global or worst10: more is better.")] = "accuracy",
     out: Annotated[Path | None, typer.Option(help="Folder of the figure. [default: frontier/ in --runs-dir]")] = None,
     runs_dir: Annotated[Path, typer.Option(help="Folder of all runs.")] = Path("runs"),

@@ -104,7 +104,8 @@ def headline_sentence(row: Row) -> str:
         return f"There is no worst case: {row['note']}.{without}"
     words = row["measure"] == "recall"
     worst = f"{measured(row, 'worst')} of the words" if words else measured(row, "worst")
-    share = with_interval(*(percent(row[name]) for name in ("success", "success_low", "success_high")), row["note"])
+    low, high = percent(row["success_low"]), percent(row["success_high"])
+    share = with_interval(percent(row["success"]), low, high, row["note"])
     whole = "have all their words recovered" if words else f"reach {SUCCESS:.0f} dB"
     where = place(row) if row["seeds"] == 1 else f"{row['run']}, {place(row)}"
     naive = " The attacker ignores the defense (naive): one who does not may find more." if row["naive"] else ""

@@ -139,7 +139,7 @@ def _settings(group: Group) -> list[tuple[list[AttackData], pd.DataFrame, pd.Dat
     for key, part in rows.groupby(["attack_id", *SETTING], sort=True, dropna=False):
         assert isinstance(key, tuple)
         tried, invalid, absent = sorted_out(part)
-        found.append((attacks[key[0]], tried.dropna(subset=["value"]), invalid, absent))
+        found.append((attacks[str(key[0])], tried.dropna(subset=["value"]), invalid, absent))
     return found
 
 

@@ -22,7 +22,7 @@ def test_words_stand_left_numbers_right_between_rules():
 
 def test_everything_is_escaped():
     text = latex(Grid([(SPECIAL, False)], [[SPECIAL]]))
-    said = r"a\_b \& 50\% \#1 \$x\$ \{y\} \textasciitilde  \textasciicircum  \textbackslash input\{z\}"
+    said = r"a\_b \& 50\% \#1 \$x\$ \{y\} \textasciitilde \space \textasciicircum \space \textbackslash input\{z\}"
     assert text.count(said) == 2
 
 

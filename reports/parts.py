@@ -61,8 +61,9 @@ def picture(figure: Figure, path: Path, kind: str, alt: str) -> Picture:
 
 
 def interactive(chart: Chart | None, figure: Figure, path: Path, alt: str) -> Interactive | str:
-    """Write the figure's files and return it for the page; without anything to draw (no chart): `alt`, which says why."""
-    return alt if chart is None else Interactive(chart, picture(figure, path, "svg", alt))
+    """Write the figure's files and return it for the page; without anything to draw (no chart) return `alt`, which says why."""
+    drawn = picture(figure, path, "svg", alt)
+    return alt if chart is None else Interactive(chart, drawn)
 
 
 def frontier(found: Frontier, path: Path, title: str = "") -> Shown:

@@ -108,15 +108,11 @@ one.dispatchEvent(new Event('input', {{ bubbles: true }})); }}"
 
 def test_hovering_over_a_point_says_what_it_is_as_text(chromium: browser.Browser, report: Path):
     seen = chromium.open(report, 1280)
-    x, y = seen.run("""(() => {
-        document.querySelector(".plot").scrollIntoView({ block: "center" });
-        const points = [...document.querySelectorAll(".plot .scatterlayer .trace")].at(-2).querySelectorAll(".point");
-        const box = points[0].getBoundingClientRect();
-        return [box.x + box.width / 2, box.y + box.height / 2];
+    seen.run("""(() => {
+        const plot = document.querySelector(".plot");
+        const curve = plot.data.findIndex((trace) => trace.name === "fedrep");
+        Plotly.Fx.hover(plot, [{ curveNumber: curve, pointNumber: 0 }]);
     })()""")
-    seen.send("Input.dispatchMouseEvent", type="mouseMoved", x=x - 1, y=y)
-    seen.send("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-    seen.run("new Promise((done) => setTimeout(done, 300))")
     said = seen.run("document.querySelector('.plot .hoverlayer').textContent")
     assert EVIL in said
     for fact in ("method: fedrep", "leakage: 30.0 dB", "attack: ig by the server", "n: 12 victims"):

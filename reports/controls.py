@@ -20,6 +20,11 @@ def state(meta: Mapping[str, Any]) -> str:
     return words[0] if len(words) == 1 else ", ".join(f"{name} {one['verdict']}" for name, one in found.items())
 
 
+def void(state: str) -> bool:
+    """Return whether an attack in this state rebuilds from numbers that say nothing: what it finds is no evidence of a leak."""
+    return state.startswith("failed") and "negative" in state
+
+
 def sentence(meta: Mapping[str, Any]) -> str:
     """Return "controls: passed", or in words what failed or is missing, and why."""
     found = _verdicts(meta)

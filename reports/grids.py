@@ -7,8 +7,10 @@ from typing import Any
 import pandas as pd
 
 from pflsec.reports import tables
+from pflsec.reports.frontier import Frontier
+from pflsec.reports.frontier import table as frontier_rows
 from pflsec.reports.load import RunData
-from pflsec.reports.words import DASH, number, percent, place, with_interval
+from pflsec.reports.words import DASH, mean, measured, number, percent, place, with_interval
 
 Row = Mapping[str, Any]
 Cell = Callable[[Row], str]
@@ -18,7 +20,7 @@ DIRECTIONS = {"down": "server to client", "up": "client to server", "private": "
 
 @dataclass(frozen=True)
 class Grid:
-    """A table as text: heads are (title, whether numbers stand below)."""
+    """A table as text: heads are (title, whether numbers stand below). It is sorted by the numbers with which cells begin."""
 
     heads: list[tuple[str, bool]]
     rows: list[list[str]]
@@ -51,11 +53,7 @@ def accuracy(rows: Sequence[Row]) -> Grid:
         "worst tenth": _as("worst10", percent),
         "global": _as("global", lambda value: value if value == "none" else percent(value)),
         "rounds": lambda row: f"{row['rounds']} of {row['rounds_planned']}",
-        "MB up": _as("mb_up", number),
-        "MB down": _as("mb_down", number),
     }
-    if any(row["epsilon"] is not None for row in rows):
-        numbers["epsilon"] = _as("epsilon", lambda value: number(value, 2))
     names = {"run": "run", "family": "family", "defenses": "defense", "at": "at"}
     return _grid(rows, {head: _as(name) for head, name in names.items()}, numbers)
 
@@ -64,7 +62,9 @@ def leakage(rows: Sequence[Row]) -> Grid:
     """Return the leakage table's rows as text, what matters most first."""
     words = {
         "run": _as("run"),
-        "attack": _as("attack"),
+        "algo": _as("algo"),
+        "defense": _as("defense"),
+        "attack": _attack,
         "attacker": lambda row: f"{row['adversary']}, {row['knowledge']}",
         "kind": lambda row: KINDS.get(row["kind"], row["kind"]),
     }
@@ -96,6 +96,10 @@ def leakage(rows: Sequence[Row]) -> Grid:
     return _grid(rows, words, numbers, notes)
 
 
+def _attack(row: Row) -> str:
+    return f"{row['attack']} (naive)" if row["naive"] else str(row["attack"])
+
+
 def _range(name: str) -> Cell:
     """Return a cell with a count, or with the smallest and the largest of several."""
     return lambda row: _whole(row[name]) if row[f"{name}_min"] == row[name] else f"{row[f'{name}_min']}-{row[name]}"
@@ -105,7 +109,7 @@ def words(rows: Sequence[Row]) -> Grid:
     """Return the table of recovered words as text."""
     about = {
         "run": _as("run"),
-        "attack": _as("attack"),
+        "attack": _attack,
         "attacker": lambda row: f"{row['adversary']}, {row['knowledge']}",
     }
     shares = {
@@ -167,45 +171,91 @@ def reasons(rows: Sequence[Row]) -> list[str]:
 
 
 def headline(rows: Sequence[Row]) -> Grid:
-    """Return the headlines as text: for every run the victim rebuilt best from what the wire shows."""
+    """Return the headlines as text: for every method the victim rebuilt best from what the wire shows."""
     words = {
-        "run": _as("run"),
-        "defenses": _as("defense"),
-        "attack": lambda row: row["attack"] or DASH,
-        "victim": lambda row: place(row) if row["attack"] else DASH,
+        "method": _as("name"),
+        "defense": _as("defense"),
+        "attack": lambda row: _attack(row) if row["attack"] else DASH,
+        "victim": lambda row: _victim(row) if row["attack"] else DASH,
     }
     numbers = {
-        "worst PSNR": _as("psnr_max", number),
-        "blind guess": _as("psnr_blind", number),
-        "mean [95 %]": _interval("psnr_mean", "psnr", number, "psnr_note"),
-        f"≥ {tables.SUCCESS:.0f} dB [95 %]": lambda row: with_interval(
-            percent(row["success"]), percent(row["success_low"]), percent(row["success_high"]), row["note"]
-        ),
+        "worst case": lambda row: measured(row, "worst") if row["attack"] else DASH,
+        "blind guess": lambda row: measured(row, "blind") if row["attack"] else DASH,
+        "mean [95 %]": lambda row: mean(row) if row["attack"] else DASH,
+        "rebuilt [95 %]": _interval("success", "success", percent, "note"),
         "n": _as("n"),
         "not valid": _as("not_valid"),
+        "n/a": _as("not_applicable"),
     }
     notes = {"controls": lambda row: row["controls"] or DASH, "note": lambda row: row["note"] or ""}
     return _grid(rows, words, numbers, notes)
 
 
-def wire(run: RunData) -> Grid:
-    """Return the run's wire table as text."""
+def _victim(row: Row) -> str:
+    return place(row) if row["seeds"] == 1 else f"{row['run']}, {place(row)}"
+
+
+def frontier(found: Frontier) -> Grid:
+    """Return the frontier as text."""
+    header, *rows = frontier_rows(found)
+    numeric = {found.x, found.y, "n", "epsilon"}
+    return Grid([(head, head in numeric) for head in header], rows)
+
+
+def victims(rows: Sequence[Row]) -> Grid:
+    """Return every victim's row as text: what defines it, and how much of it was found."""
+    words = {name: _as(name) for name in ("run", "attack", "adversary", "knowledge", "kind")}
+    numbers = {
+        **{name: _as(name, _whole) for name in ("round", "client", "victim")},
+        "PSNR": _as("psnr_capped", number),
+        "blind guess": _as("psnr_blind", number),
+        "SSIM": _as("ssim", lambda value: number(value, 3)),
+        "identified": _as("identified", percent),
+    }
+    valid: Cell = lambda row: "not valid" if row["attack_valid"] is False else ""  # noqa: E731
+    return _grid(rows, words, numbers, {"status": _as("status"), "valid": valid, "reason": _as("reason")})
+
+
+def traffic(rows: Sequence[Row]) -> Grid:
+    """Return what the runs sent, in MB over all clients."""
+    numbers = {"rounds": _as("rounds", _whole)}
+    heads = {"MB up": "mb_up", "MB down": "mb_down", "MB in all": "mb_total"}
+    per_round = {"MB up per round": "mb_up_round", "MB down per round": "mb_down_round"}
+    mega = {head: _as(name, lambda value: number(value, 3)) for head, name in (heads | per_round).items()}
+    return _grid(rows, {name: _as(name) for name in ("run", "algo", "defense")}, numbers | mega)
+
+
+def privacy(rows: Sequence[Row]) -> Grid:
+    """Return what privacy the runs have spent."""
+    numbers = {
+        "epsilon": _as("epsilon", lambda value: number(value, 2)),
+        "delta": _as("delta", lambda value: DASH if value is None else f"{value:.1g}"),
+    }
+    notes = {"unit": lambda row: f"per {row['unit']}"} | {n: _as(n) for n in ("guarantee", "adversary", "note")}
+    return _grid(rows, {name: _as(name) for name in ("run", "defense")}, numbers, notes)
+
+
+def wire(rows: Sequence[Row]) -> Grid:
+    """Return rows of the wire table as text, with the run's name where they are of several."""
     words: dict[str, Cell] = {
         "direction": _as("direction", lambda value: DIRECTIONS.get(str(value), str(value))),
         "item": lambda row: row["item"] + (" (if the settings ask for it)" if row["optional"] else ""),
         "kind": lambda row: f"{row['kind']} {row['shape'] or ''}".strip(),
     }
     numbers = {"tensors": _as("tensors", _whole), "numbers": _as("numbers", _whole)}
-    rows = tables.records(tables.wire_table(run))
+    if len({row["run"] for row in rows}) > 1:
+        words = {"run": _as("run"), **words}
     if any("guarantee" in row for row in rows):
         words["guarantee"] = _as("guarantee", lambda value: str(value or ""))
     return _grid(rows, words, numbers)
 
 
-def configuration(run: RunData) -> Grid:
-    """Return the run's configuration table as text."""
-    words = {name: _as(name) for name in ("section", "name", "value")}
-    return _grid(tables.records(tables.configuration_table(run)), words, {})
+def configuration(rows: Sequence[Row]) -> Grid:
+    """Return rows of the configuration table as text, with the run's name where they are of several."""
+    names = (
+        ("section", "name", "value") if len({row["run"] for row in rows}) == 1 else ("run", "section", "name", "value")
+    )
+    return _grid(rows, {name: _as(name) for name in names}, {})
 
 
 def differences(runs: Sequence[RunData], table: pd.DataFrame) -> Grid | None:

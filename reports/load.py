@@ -175,6 +175,26 @@ class RunData:
         return self.manifest["config"]
 
     @property
+    def key(self) -> str:
+        """The registered name of the method."""
+        return str(self.manifest["algorithm"]["key"])
+
+    @property
+    def defense(self) -> str:
+        """The defenses in their order, joined by +, or none."""
+        return "+".join(map(str, self.config.get("defense") or [])) or "none"
+
+    @property
+    def sends(self) -> bool:
+        """Whether clients send anything at all."""
+        return any(row["direction"] == "up" for row in self.manifest["wire"])
+
+    @property
+    def holds_texts(self) -> bool:
+        """Whether the data are texts: what leaks is then counted in words."""
+        return self.input.vocabulary is not None
+
+    @property
     def input(self) -> InputSpec:
         """Shape of the images, and their way between pixels and network; or length and vocabulary of texts."""
         return InputSpec.from_dict(self.manifest["data"]["input"])

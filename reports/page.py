@@ -1,36 +1,33 @@
 """The report: one HTML file that needs no other file and no network; its tables and figures also as files."""
 
-import base64
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from jinja2 import Environment, PackageLoader, StrictUndefined
-from matplotlib.figure import Figure
 
 from pflsec.core.errors import RunError
-from pflsec.core.files import disk_errors, to_csv, write_json, write_text
-from pflsec.reports import figures, grids, tables, texts, words
+from pflsec.core.files import disk_errors, write_text
+from pflsec.reports import charts, exports, figures, frontier, grids, html, parts, tables, texts, threats, words
+from pflsec.reports.commands import commands
+from pflsec.reports.grids import Grid
+from pflsec.reports.groups import Group, by_seed
 from pflsec.reports.load import AttackData, RunData, load_runs
+from pflsec.reports.parts import Interactive, Picture
 from pflsec.reports.words import number, percent
 
 WITHHELD = (
     "Pictures of the victims' images were left out on request (--no-originals): neither originals nor "
     "reconstructions, which show the same data, are part of this report."
 )
+OPTIONAL = ("tokens", "privacy")
+"""Tables that are made only where there is something in them."""
 Row = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Picture:
-    """An image inside the page; width in CSS pixels is what it needs to be readable."""
-
-    source: str
-    alt: str
-    width: int
+Sections = Sequence[tuple[str, Sequence[str]]]
+Made = dict[str, tuple[pd.DataFrame, Grid]]
+"""Tables by name, as numbers and as the page shows them."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +38,8 @@ class Texts:
     total: int
 
 
-def write(
-    run_paths: Sequence[Path], out: Path, originals: bool = True, verdict: Sequence[tuple[str, Sequence[str]]] = ()
-) -> Path:
-    """Write out/index.html, out/tables/*.csv and *.json, out/figures/*.png and *.svg; return the page's path.
+def write(run_paths: Sequence[Path], out: Path, originals: bool = True, verdict: Sections = ()) -> Path:
+    """Write out/index.html, out/tables/*.csv, *.json and *.tex, out/figures/*.png, *.svg and *.pdf; return the page's path.
 
     verdict    titled lists of sentences that the page begins with, such as an audit's
     originals  False: nothing that shows a victim's image, so no gallery; one of an earlier report is deleted
@@ -53,107 +48,174 @@ def write(
     if not run_paths:
         raise RunError("a report needs at least one run; train one with: pflsec train --algo fedavg")
     runs = load_runs(run_paths)
-    accuracy, leakage = tables.accuracy_table(runs), tables.leakage_table(runs)
-    found = {
-        "headline": tables.headline_table(runs),
-        "accuracy": accuracy,
-        "leakage": leakage,
-        "membership": tables.membership_table(runs),
-        "victims": tables.victims_table(runs),
-        "wire": pd.concat([tables.wire_table(run) for run in runs], ignore_index=True),
-        "configuration": pd.concat([tables.configuration_table(run) for run in runs], ignore_index=True),
+    groups = by_seed(runs)
+    fronts = _frontiers(runs)
+    made = _tables(runs, groups) | {
+        f"frontier-{name}" if name else "frontier": (parts.frontier_table(found), grids.frontier(found))
+        for name, found in fronts.items()
     }
-    if not (tokens := tables.tokens_table(runs)).empty:
-        found["tokens"] = tokens
-    for name, table in found.items():
-        rows = tables.records(table)
-        write_text(out / "tables" / f"{name}.csv", to_csv([str(c) for c in table.columns], rows))
-        write_json(out / "tables" / f"{name}.json", rows)
+    for name, (table, grid) in made.items():
+        exports.write(out / "tables", name, table, grid)
     _forget_galleries(out / "figures")
-    template = Environment(
-        loader=PackageLoader("pflsec.reports"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    ).get_template("report.html.j2")
+    shown = [
+        parts.frontier(found, out / "figures" / (f"frontier-{name}" if name else "frontier"), name.capitalize())
+        for name, found in fronts.items()
+    ]
+    curves = _curves(runs, out / "figures")
+    cautions = [
+        *words.cautions(runs, made["leakage"][0]),
+        *(text for found in fronts.values() for text in found.cautions),
+    ]
+    content = _content(runs, groups, made) | {
+        "cautions": list(dict.fromkeys(cautions)),
+        "verdict": verdict,
+        "frontiers": shown,
+        "curves": curves,
+        "galleries": _galleries(runs, out / "figures") if originals else [],
+        "withheld": None if originals else WITHHELD,
+    }
+    drawn = [one.chart for one in shown] + [one.chart for one in curves.values() if isinstance(one, Interactive)]
     path = out / "index.html"
-    write_text(path, template.render(verdict=verdict, **_content(runs, found, out / "figures", originals)))
+    write_text(path, html.render("report.html.j2", content, drawn))
     return path
 
 
-def _content(
-    runs: Sequence[RunData], found: Mapping[str, pd.DataFrame], folder: Path, originals: bool
-) -> dict[str, Any]:
-    """Return what the template shows, writing the figures on the way."""
-    accuracy, leakage, headline = (tables.records(found[name]) for name in ("accuracy", "leakage", "headline"))
-    members = tables.records(found["membership"])
+def _frontiers(runs: Sequence[RunData]) -> dict[str, frontier.Frontier]:
+    """Return the frontier; where some data are images and some are texts, one of each, for their leakage has no common unit."""
+    kinds = {"images": [run for run in runs if not run.holds_texts], "texts": [run for run in runs if run.holds_texts]}
+    both = all(kinds.values())
+    return {name if both else "": frontier.measure(some) for name, some in kinds.items() if some}
+
+
+def _tables(runs: Sequence[RunData], groups: Sequence[Group]) -> Made:
+    """Return all tables; those of texts and of privacy only where there is something in them."""
+    found = {
+        "headline": (tables.headline_table(groups), grids.headline),
+        "accuracy": (tables.accuracy_table(runs), grids.accuracy),
+        "leakage": (tables.leakage_table(runs), grids.leakage),
+        "tokens": (tables.tokens_table(runs), grids.words),
+        "membership": (tables.membership_table(runs), grids.membership),
+        "victims": (tables.victims_table(runs), grids.victims),
+        "traffic": (tables.traffic_table(runs), grids.traffic),
+        "privacy": (tables.privacy_table(runs), grids.privacy),
+        "wire": (pd.concat([tables.wire_table(run) for run in runs], ignore_index=True), grids.wire),
+        "configuration": (
+            pd.concat([tables.configuration_table(run) for run in runs], ignore_index=True),
+            grids.configuration,
+        ),
+    }
+    return {
+        name: (table, written(tables.records(table)))
+        for name, (table, written) in found.items()
+        if len(table) or name not in OPTIONAL
+    }
+
+
+def _content(runs: Sequence[RunData], groups: Sequence[Group], made: Made) -> dict[str, Any]:
+    """Return what the template shows of the tables, and the sentences beside them."""
+    leakage, headline = made["leakage"][0], tables.records(made["headline"][0])
+    rows = tables.records(leakage)
     names = ", ".join(run.name for run in runs) if len(runs) < 4 else f"{len(runs)} runs"
     return {
         "title": f"pflsec report: {names}",
-        "cautions": words.cautions(runs, found["leakage"]),
-        "cards": [_card(run, row, accuracy, leakage) for run, row in zip(runs, headline, strict=True)],
-        "headline": grids.headline(headline),
-        "accuracy": grids.accuracy(accuracy),
-        "leakage": grids.leakage(leakage) if leakage else None,
-        "reasons": grids.reasons(leakage),
-        "words": grids.words(tables.records(found["tokens"])) if "tokens" in found else None,
-        "membership": grids.membership(members) if members else None,
-        "ssim": ", ".join(sorted({row["ssim_variant"] for row in leakage} - {""})),
+        "cards": [_card(group, row, made, rows) for group, row in zip(groups, headline, strict=True)],
+        "files": list(made),
+        "grids": dict.fromkeys(OPTIONAL) | {name: grid if grid.rows else None for name, (_, grid) in made.items()},
+        "reasons": grids.reasons(rows),
+        "ssim": ", ".join(sorted({row["ssim_variant"] for row in rows} - {""})),
         "remedies": words.lpips_remedies(runs),
         "success": f"{tables.SUCCESS:.0f}",
         "claim": tables.CLAIM,
-        "galleries": _galleries(runs, folder) if originals else [],
-        "withheld": None if originals else WITHHELD,
-        "tradeoff": _tradeoff(runs, accuracy, leakage, folder),
-        "curves": _curves(runs, accuracy, folder),
-        "wires": [(run.name, grids.wire(run), words.keeps(run)) for run in runs],
-        "threats": words.threats(runs, found["leakage"]),
-        "untested": words.untested(runs, found["leakage"]),
-        "differing": grids.differences(runs, found["configuration"]),
-        "configurations": [(run.name, grids.configuration(run)) for run in runs],
-        "commands": [(run.name, words.commands(run)) for run in runs],
+        "controls": [(run.name, words.control_sentences(run)) for run in runs if run.attacks],
+        "wires": [(run.name, grids.wire(tables.records(tables.wire_table(run))), words.keeps(run)) for run in runs],
+        "threats": threats.threats(runs, leakage),
+        "untested": threats.untested(runs, leakage),
+        "differing": grids.differences(runs, made["configuration"][0]),
+        "configurations": [
+            (run.name, grids.configuration(tables.records(tables.configuration_table(run)))) for run in runs
+        ],
+        "commands": [(run.name, commands(run)) for run in runs],
     }
 
 
 @dataclass(frozen=True)
 class Card:
-    """The summary of one run."""
+    """The summary of one method: its accuracy and its worst case, then each of its runs in words."""
 
     name: str
     about: str
-    state: str
+    states: str
     accuracy: str
-    psnr: str
-    blind: str
+    seeds: int
     worst: str
+    blind: str
+    where: str
+    mean: str
+    n: int
+    note: str
     headline: str
     controls: list[str]
-    sentences: list[str]
+    runs: list[tuple[str, list[str]]]
     steps: list[str]
 
 
-def _card(run: RunData, headline: Row, accuracy: list[Row], leakage: list[Row]) -> Card:
-    final = next((row for row in accuracy if row["run"] == run.name and row["at"] == "final"), None)
-    rows = [row for row in leakage if row["run"] == run.name]
-    setting = f"{run.manifest['data']['name']}, {run.config.get('clients')} clients, seed {run.config.get('seed')}"
+def _card(group: Group, headline: Row, made: Made, leakage: list[Row]) -> Card:
+    final = {row["run"]: row for row in tables.records(made["accuracy"][0]) if row["at"] == "final"}
+    first, attacked = group.runs[0], any(run.attacks for run in group.runs)
+    seeds = ", ".join(str(run.config.get("seed")) for run in group.runs)
+    setting = f"{first.manifest['data']['name']}, {first.config.get('clients')} clients, seed {seeds}"
+    found = bool(headline["attack"])
     return Card(
-        name=run.name,
-        about=f"{run.manifest['algorithm']['title']} Data: {setting}. Defenses: {tables.defense_of(run)}.",
-        state=run.manifest["state"],
-        accuracy=percent(final["mean"] if final else None),
-        psnr=number(headline["psnr_max"]),
-        blind=number(headline["psnr_blind"]),
-        worst=f"{headline['attack']}; {words.place(headline)}" if headline["attack"] else "",
-        headline=words.headline_sentence(headline) if run.attacks else "",
-        controls=words.control_sentences(run),
-        steps=words.next_steps(run),
-        sentences=[
-            *words.accuracy_sentences(run, final),
-            *words.batchnorm_sentences(run),
-            *words.leakage_sentences(run, rows),
-        ],
+        name=group.name,
+        about=f"{first.manifest['algorithm']['title']} Data: {setting}. Defenses: {group.defense}.",
+        states=", ".join(dict.fromkeys(str(run.manifest["state"]) for run in group.runs)),
+        accuracy=words.accuracy_of([final[run.name]["mean"] for run in group.runs]),
+        seeds=len(group.runs),
+        worst=words.measured(headline, "worst") if found else "",
+        blind=words.measured(headline, "blind") if found else "",
+        where=f"{headline['attack']}; {words.place(headline)}" if found else "",
+        mean=words.mean(headline) if found else "",
+        n=headline["n"],
+        note=headline["note"],
+        headline=words.headline_sentence(headline) if attacked else "",
+        controls=list(dict.fromkeys(text for run in group.runs for text in words.control_sentences(run))),
+        runs=[(run.name, _sentences(run, final[run.name], leakage)) for run in group.runs],
+        steps=[step for run in group.runs for step in words.next_steps(run)],
     )
+
+
+def _sentences(run: RunData, final: Row, leakage: list[Row]) -> list[str]:
+    rows = [row for row in leakage if row["run"] == run.name]
+    return [
+        *words.accuracy_sentences(run, final),
+        *words.batchnorm_sentences(run),
+        *words.leakage_sentences(run, rows),
+    ]
+
+
+def _curves(runs: Sequence[RunData], folder: Path) -> dict[str, Interactive | str]:
+    """Return the curves by round as figures, or why there are none."""
+    accuracy = tables.records(tables.accuracy_table(runs))
+    last = [row for row in accuracy if row["at"] == "final" and row["mean"] is not None]
+    said = "; ".join(f"{row['run']}: {percent(row['mean'])} in round {row['round']:.0f}" for row in last)
+    losses = [(run.name, run.metrics["train_loss"].dropna()) for run in runs]
+    lost = "; ".join(f"{name}: {number(values.iloc[-1], 3)}" for name, values in losses if len(values))
+    private = tables.records(tables.privacy_table(runs))
+    spent = "; ".join(f"{row['run']}: {number(row['epsilon'], 2)} per {row['unit']}" for row in private)
+    alts = {
+        "accuracy": f"Mean personal accuracy by round, ending at {said}." if said else "No run has a tested round.",
+        "loss": f"Training loss by round, ending at {lost}." if lost else "No run has recorded a training loss.",
+        "epsilon": f"Epsilon by round, ending at {spent}." if spent else "No run is differentially private.",
+    }
+    drawings = {
+        "accuracy": (charts.accuracy, figures.accuracy_curves),
+        "loss": (charts.loss, figures.loss_curves),
+        "epsilon": (charts.epsilon, figures.epsilon_curves),
+    }
+    return {
+        name: parts.interactive(chart(runs), figure(runs), folder / f"{name}-by-round", alts[name])
+        for name, (chart, figure) in drawings.items()
+    }
 
 
 def _galleries(runs: Sequence[RunData], folder: Path) -> list[tuple[str, Picture | Texts | str]]:
@@ -167,45 +229,17 @@ def _galleries(runs: Sequence[RunData], folder: Path) -> list[tuple[str, Picture
 
 def _gallery(run: RunData, attack: AttackData, folder: Path, place: int) -> Picture | Texts | str:
     if not figures.has_pictures(attack):
-        kind = "image" if run.input.vocabulary is None else "text"
+        kind = "text" if run.holds_texts else "image"
         return f"The attack gave no {kind}. See the table of leakage for the reason."
     if not (run.path / "vault").is_dir():
         return "The run's vault, which holds the originals, is not there, so nothing can be compared by eye."
     alt = f"Originals, reconstructions by {attack.name} and the blind guess, for victims of run {run.name}."
-    name = re.sub(r"[^A-Za-z0-9]+", "-", f"gallery-{place:02d}-{run.name}-{attack.id}")
+    path = folder / re.sub(r"[^A-Za-z0-9]+", "-", f"gallery-{place:02d}-{run.name}-{attack.id}")
     drawn = figures.gallery(run, attack)
-    if run.input.vocabulary is not None:
-        figures.save(drawn, folder / name)
+    if run.holds_texts:
+        figures.save(drawn, path)
         return Texts(*texts.tellings(run, attack))
-    return _picture(drawn, folder / name, "png", alt)
-
-
-def _picture(figure: Figure, path: Path, kind: str, alt: str) -> Picture:
-    """Write the figure's files and return it as an image for the page."""
-    figures.save(figure, path)
-    data = path.with_name(f"{path.name}.{kind}").read_bytes()
-    media = {"png": "image/png", "svg": "image/svg+xml"}[kind]
-    width = round(96 * figure.get_figwidth())
-    return Picture(f"data:{media};base64,{base64.b64encode(data).decode()}", alt, width)
-
-
-def _tradeoff(runs: Sequence[RunData], accuracy: list[Row], leakage: list[Row], folder: Path) -> Picture | str:
-    tested = {row["run"] for row in accuracy if row["mean"] is not None}
-    points = [row for row in leakage if row["psnr_median"] is not None and row["run"] in tested]
-    if not points:
-        return "No run has both an accuracy and a reconstruction."
-    said = "; ".join(f"{row['run']}, {row['attack']}: {number(row['psnr_median'])} dB" for row in points)
-    alt = f"Mean personal accuracy against median PSNR. {said}."
-    return _picture(figures.tradeoff(runs), folder / "accuracy-leakage", "svg", alt)
-
-
-def _curves(runs: Sequence[RunData], accuracy: list[Row], folder: Path) -> Picture | str:
-    final = [row for row in accuracy if row["at"] == "final" and row["mean"] is not None]
-    if not final:
-        return "No run has a tested round."
-    said = "; ".join(f"{row['run']}: {percent(row['mean'])} in round {row['round']:.0f}" for row in final)
-    alt = f"Mean personal accuracy by round, ending at {said}."
-    return _picture(figures.learning_curves(runs), folder / "learning-curves", "svg", alt)
+    return parts.picture(drawn, path, "png", alt)
 
 
 def _forget_galleries(folder: Path) -> None:

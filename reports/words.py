@@ -1,43 +1,22 @@
-"""What the tables say, in sentences: headlines, threat models, gaps, and the commands that repeat a run."""
+"""What the tables say, in sentences: headlines, findings, and what must stand beside them."""
 
 import math
-import re
-import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from statistics import fmean, stdev
 from typing import Any
 
 import pandas as pd
 
-from pflsec.core import registry
-from pflsec.core.files import plain
-from pflsec.core.knowledge import ADVERSARIES, LETTERS, WHO, WORDS, Knows, letter_words
 from pflsec.core.statistics import verdict
 from pflsec.reports import controls
-from pflsec.reports.load import AttackData, RunData
+from pflsec.reports.commands import command
+from pflsec.reports.groups import by_seed
+from pflsec.reports.load import RunData
 from pflsec.reports.tables import CLAIM, SUCCESS, records, tokens_table
+from pflsec.reports.tables.headline import unseen
 
 Row = Mapping[str, Any]
 DASH = "–"
-HIDDEN = {
-    "none": "the method keeps no private items",
-    "public": "private items equal the public start, so they are known",
-    "log": "private items are computed from earlier messages",
-    "guess": "private items are drawn as a newcomer would draw them",
-    "joint": "private items are unknowns, optimised together with the data",
-    "cotangent": "the unknown gradient at the features is optimised in place of the hidden head",
-    "oracle": "private items are given: an upper bound",
-}
-LABELS = {
-    "restore": "labels are worked out by rule from the message",
-    "wire": "labels come from a label set that is itself on the wire",
-    "optimise": "labels are optimised together with the image",
-    "known": "labels are given: an upper bound",
-    "counts": "the number of images of each class is given: an upper bound",
-    "none": "labels are not needed, and none are found",
-}
-OWN_FLAGS = ("iterations", "restarts", "labels", "hidden")
-LPIPS = re.compile(r"lpips_([a-z]+)")
 
 
 def percent(value: float | None) -> str:
@@ -55,6 +34,14 @@ def with_interval(value: str, low: str, high: str, note: str) -> str:
     if value == DASH:
         return value
     return f"{value} ({note})" if low == DASH and note else value if low == DASH else f"{value} [{low}, {high}]"
+
+
+def accuracy_of(means: Sequence[float | None]) -> str:
+    """Return the mean accuracy over seeds, with the sample standard deviation from two on; a dash where one is missing."""
+    known = [value for value in means if value is not None]
+    if len(known) < len(means):
+        return DASH
+    return percent(fmean(known)) + (f" ± {percent(stdev(known))}" if len(known) > 1 else "")
 
 
 def accuracy_sentences(run: RunData, final: Row | None) -> list[str]:
@@ -103,23 +90,37 @@ def place(row: Row) -> str:
     return f"round {row['round']}, client {row['client']}, victim {row['victim']}{kind}"
 
 
+def measured(row: Row, name: str) -> str:
+    """Return a number of a headline in its measure: PSNR in dB, or a share of words."""
+    return percent(row[name]) if row["measure"] == "recall" else f"{number(row[name])} dB"
+
+
 def headline_sentence(row: Row) -> str:
-    """Return the worst case of one run in words, with what must stand beside it; `row` is one of the headline table."""
+    """Return the worst case of one method in words, with what must stand beside it; `row` is one of the headline table."""
     lost = [f"{row[name]} {word}" for name, word in (("not_valid", "not valid"), ("not_applicable", "not applicable"))
             if row[name]]  # fmt: skip
     without = f" Victims in no number: {', '.join(lost)}." if lost else ""
     if not row["attack"]:
         return f"There is no worst case: {row['note']}.{without}"
-    low, high = number(row["psnr_low"]), number(row["psnr_high"])
-    mean = with_interval(f"{number(row['psnr_mean'])} dB", low, high, row["psnr_note"])
+    words = row["measure"] == "recall"
+    worst = f"{measured(row, 'worst')} of the words" if words else measured(row, "worst")
     low, high = percent(row["success_low"]), percent(row["success_high"])
     share = with_interval(percent(row["success"]), low, high, row["note"])
+    whole = "have all their words recovered" if words else f"reach {SUCCESS:.0f} dB"
+    where = place(row) if row["seeds"] == 1 else f"{row['run']}, {place(row)}"
+    naive = " The attacker ignores the defense (naive): one who does not may find more." if row["naive"] else ""
     note = f" {row['note'].capitalize()}: this supports no claim." if row["note"] else ""
     return (
-        f"Worst case over rounds and victims, on what the wire shows: {number(row['psnr_max'])} dB by {row['attack']} "
-        f"({place(row)}; a blind guess: {number(row['psnr_blind'])} dB). Over the {row['n']} victims of that attack: mean "
-        f"{mean}; {share} reach {SUCCESS:.0f} dB.{note}{without}"
+        f"Worst case over rounds and victims, on what the wire shows: {worst} by {row['attack']} ({where}; a blind guess: "
+        f"{measured(row, 'blind')}). Over the {row['n']} victims of that attack: mean {mean(row)}; {share} {whole}."
+        f"{naive}{note}{without}"
     )
+
+
+def mean(row: Row) -> str:
+    """Return a headline's mean with its interval, or with the reason why there is none."""
+    ends = [number(row[name]) if row["measure"] == "psnr" else percent(row[name]) for name in ("low", "high")]
+    return with_interval(measured(row, "mean"), ends[0], ends[1], row["interval_note"])
 
 
 def control_sentences(run: RunData) -> list[str]:
@@ -131,13 +132,15 @@ def control_sentences(run: RunData) -> list[str]:
 
 
 def worst(rows: Iterable[Row]) -> Row | None:
-    """Return the row of the leakage table with the highest median PSNR, or None where none has one."""
-    scored = [row for row in rows if row["psnr_median"] is not None]
+    """Return the row of the leakage table with the highest median PSNR that is evidence, or None where none has one."""
+    scored = [row for row in rows if row["psnr_median"] is not None and not controls.void(row["controls"])]
     return max(scored, key=lambda row: (row["psnr_median"], row["psnr_mean"]), default=None)
 
 
 def leakage_sentences(run: RunData, rows: Sequence[Row]) -> list[str]:
     """Return what the worst attacks found; `rows` are the run's rows of the leakage table."""
+    if not rows and (reason := unseen(run)):
+        return [f"{reason[0].upper()}{reason[1:]}."]
     if not run.attacks and not run.manifest["captures"].get("rounds"):
         again = "Train it again with --capture-rounds first,last."
         return [f"The run captured no messages, so nothing can be attacked. {again}"]
@@ -148,7 +151,7 @@ def leakage_sentences(run: RunData, rows: Sequence[Row]) -> list[str]:
     sentences = []
     if found := worst(by_wire):
         sentences += ["Worst attack on what the wire shows: " + _leak(found), _judgement(found)]
-    elif run.input.vocabulary is not None:
+    elif run.holds_texts:
         sentences += _word_sentences(run)
     elif by_wire:
         sentences.append("No attack on what the wire shows gave an image.")
@@ -179,7 +182,8 @@ def _leak(row: Row) -> str:
     lost = f" ({row['not_valid']} more are not valid)" if row["not_valid"] else ""
     identified = "" if row["identified"] is None else f"; {percent(row['identified'])} of the victims identified"
     return (
-        f"{row['attack']} by the {row['adversary']}, median PSNR {number(row['psnr_median'])} dB over "
+        f"{row['attack']}{' (naive)' if row['naive'] else ''} by the {row['adversary']}, median PSNR "
+        f"{number(row['psnr_median'])} dB over "
         f"{row['victims']} victims{lost}, on average {number(row['excess_mean'])} dB above a blind guess "
         f"({interval}){identified}."
     )
@@ -201,13 +205,14 @@ def _judgement(row: Row) -> str:
 
 
 def cautions(runs: Sequence[RunData], leakage: pd.DataFrame) -> list[str]:
-    """Return why numbers of these runs may not be set against each other."""
+    """Return why numbers of these runs may not be set against each other; seeds of one configuration are as one run."""
+    groups = [group.runs for group in by_seed(runs)]
     facts = {
         "dataset": {run.manifest["data"]["name"] for run in runs},
-        "partition": {str(run.manifest["data"].get("partition")) for run in runs},
+        "partition": {frozenset(str(run.manifest["data"].get("partition")) for run in group) for group in groups},
         "network": {(run.manifest["model"].get("name"), run.manifest["model"].get("parameters")) for run in runs},
         "running statistics": {run.manifest["model"].get("bn_buffers", "n/a") for run in runs},
-        "seed": {run.config.get("seed") for run in runs},
+        "seed": {frozenset(run.config.get("seed") for run in group) for group in groups},
         "number of rounds": {len(run.metrics) for run in runs},
         "size of the victim batches": set(leakage["batch"].dropna()),
         "local steps on them": set(leakage["steps"].dropna()),
@@ -236,144 +241,3 @@ def lpips_remedies(runs: Iterable[RunData]) -> list[str]:
     notes = [attack.meta.get("lpips") or {} for run in runs for attack in run.attacks]
     missing = [note for note in notes if note.get("status") not in (None, "ok", "off")]
     return list(dict.fromkeys(f"{n.get('name', 'LPIPS')} ({n['status']}): {n.get('remedy') or ''}" for n in missing))
-
-
-@dataclass(frozen=True)
-class Threat:
-    """One adversary with one level of knowledge, and what was tried with it."""
-
-    title: str
-    who: str
-    knows: list[str]
-    tried: list[str]
-
-
-def threats(runs: Sequence[RunData], leakage: pd.DataFrame) -> list[Threat]:
-    """Return the threat models of all attacks, each once, with the treatment of labels and private items."""
-    granted: dict[tuple[str, str], set[str]] = {}
-    letters: dict[tuple[str, str], set[str]] = {}
-    for attack in (attack for run in runs for attack in run.attacks):
-        model = attack.meta["threat_model"]
-        pair = model["adversary"], model["knowledge"]
-        granted.setdefault(pair, set()).update(map(str, model.get("knows", [])))
-        letters.setdefault(pair, set()).update(filter(None, [model.get("letter")]))
-    return [
-        Threat(
-            title=f"{adversary}, knowledge: {knowledge}{_lettered(letters[adversary, knowledge])}",
-            who=WHO.get(adversary, adversary),
-            knows=[WORDS[k] for k in Knows if k in knows] + sorted(knows - set(Knows)),
-            tried=_treatments(leakage[(leakage["adversary"] == adversary) & (leakage["knowledge"] == knowledge)]),
-        )
-        for (adversary, knowledge), knows in granted.items()
-    ]
-
-
-def _lettered(letters: Iterable[str]) -> str:
-    """Return the letters of a survey under which a threat model was asked for, with what they stand for here."""
-    return "".join(f"; threat model {name}: {letter_words(name)}" for name in sorted(set(letters) & set(LETTERS)))
-
-
-def _treatments(rows: pd.DataFrame) -> list[str]:
-    """Return one line for each treatment of labels and private items, with the attacks that used it."""
-    used: dict[str, list[str]] = {}
-    for row in records(rows):
-        if row["victims"]:
-            keys: list[tuple[dict[str, str], str]]
-            keys = [(HIDDEN, row["hidden"]), *((LABELS, word) for word in row["labels"].split(", "))]
-            words = "; ".join(known.get(key, key) for known, key in keys if key)
-            used.setdefault(words or "nothing is recorded", []).append(f"{row['attack']} on {row['run']}")
-    return [f"{', '.join(dict.fromkeys(names))}: {words}." for words, names in used.items()]
-
-
-def untested(runs: Sequence[RunData], leakage: pd.DataFrame) -> list[str]:
-    """Return what these attacks leave open."""
-    if leakage.empty:
-        return ["Nothing was attacked, so everything is open.", *map(_uncaptured, runs)]
-    tried = {name: set(leakage[name]) for name in ("attack", "adversary", "knowledge", "kind")}
-    others = [WHO[a] for a in ADVERSARIES if a not in tried["adversary"]]
-    attacks = [name for name in registry.names("attacks") if name not in tried["attack"]]
-    gaps = [f"Adversaries that were not tried: {'; '.join(others)}."] if others else []
-    if "oracle" not in tried["knowledge"]:
-        gaps.append("The upper bound (oracle knowledge) was not measured: --knowledge oracle.")
-    if "wire" not in tried["knowledge"]:
-        gaps.append("No attack was limited to what the wire shows: --knowledge wire.")
-    if attacks:
-        gaps.append(f"Attacks of this installation that were not run: {', '.join(attacks)}.")
-    if "update" not in tried["kind"]:
-        gaps.append("Probes were attacked (small batches), not the real uploads after whole local epochs.")
-    return [
-        *gaps,
-        *map(_uncaptured, runs),
-        "A low number bounds these attacks, not stronger ones.",
-    ]
-
-
-def _uncaptured(run: RunData) -> str:
-    captured, clients = run.manifest["captures"], run.config.get("clients")
-    rounds = ", ".join(map(str, captured.get("rounds", []))) or "none"
-    count = len(captured.get("clients", []))
-    return f"{run.name}: messages of {count} of {clients} clients were captured, in rounds {rounds}."
-
-
-def command(begin: str, *arguments: str) -> str:
-    """Return a command line with quoted arguments."""
-    return " ".join([begin, *map(shlex.quote, arguments)])
-
-
-def commands(run: RunData) -> str:
-    """Return the command lines that train and attack the run again, every setting spelt out."""
-    options = {k: v for k, v in run.config.items() if k not in ("settings", "defense")}
-    words = [_flag(name, value) for name, value in options.items() if value is not None]
-    words += [command("--defense", str(text)) for text in run.config.get("defense") or []]
-    words += _assignments(run.manifest["algorithm"]["settings"])
-    lines = [_folded("pflsec train", [*words, command("--name", run.path.name)])]
-    lines += [_attack_command(run, attack) for attack in run.attacks]
-    return "\n".join([*lines, command("pflsec report", run.path.name)])
-
-
-def _attack_command(run: RunData, attack: AttackData) -> str:
-    meta, captures = attack.meta, attack.captures
-    config, threat = meta["config"], meta["threat_model"]
-    words = [command(f"--{name}", threat[name]) for name in ("adversary", "knowledge")]
-    for flag, values in (
-        ("--rounds", {c.round for c in captures}),
-        ("--clients", {c.client for c in captures}),
-    ):
-        words += [f"{flag} {','.join(map(str, sorted(values)))}"] if values else []
-    words += [command("--kind", kind) for kind in sorted({c.kind for c in captures})]
-    words += [_flag(name, config[name]) for name in OWN_FLAGS if config.get(name) is not None]
-    words += _assignments({k: v for k, v in config.items() if k not in OWN_FLAGS})
-    if net := LPIPS.match(str((meta.get("lpips") or {}).get("name"))):
-        words.append(f"--lpips {net[1]}")
-    if "switched off" in controls.sentence(meta):
-        words.append("--no-controls")
-    if meta.get("seed") is not None:
-        words.append(f"--seed {meta['seed']}")
-    return _folded(command("pflsec attack", attack.name, run.path.name), words)
-
-
-def _flag(name: str, value: Any) -> str:
-    flag = f"--{name.replace('_', '-')}"
-    if isinstance(value, bool):
-        return flag if value else flag.replace("--", "--no-", 1)
-    return command(flag, ",".join(map(str, value)) if isinstance(value, list) else str(plain(value)))
-
-
-def _assignments(settings: Mapping[str, Any]) -> list[str]:
-    """Return a method's or attack's own settings as --set NAME=VALUE."""
-    said = {None: "none", True: "true", False: "false"}
-    return [
-        command("--set", f"{name}={said[value] if value is None or isinstance(value, bool) else value}")
-        for name, value in settings.items()
-    ]
-
-
-def _folded(begin: str, words: Sequence[str], width: int = 100) -> str:
-    """Return a command on lines of about `width` characters, continued with backslashes."""
-    lines = [begin]
-    for word in words:
-        if len(lines[-1]) + len(word) < width:
-            lines[-1] += f" {word}"
-        else:
-            lines.append(f"    {word}")
-    return " \\\n".join(lines)

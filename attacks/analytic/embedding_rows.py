@@ -23,7 +23,6 @@ from pflsec.core.inputs import PAD
 from pflsec.core.knowledge import Knows
 from pflsec.wire.capture import Capture
 
-
 ALIKE = 0.01  # distance of two directions that rounding may cause
 APART = 0.05  # smallest singular value of the texts' directions with which shares of them can be told
 

@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from pflsec.core.statistics import FEWEST, TOO_FEW, paired_difference, summary
-from pflsec.reports import tables, words
+from pflsec.reports import tables, threats, words
 from pflsec.reports.load import RunData
 from pflsec.reports.words import number, percent
 
@@ -239,7 +239,7 @@ def _not_applicable(leakage: pd.DataFrame) -> list[str]:
 
 
 def _threats(data: Sequence[RunData], leakage: pd.DataFrame) -> list[str]:
-    found = words.threats(data, leakage) if data else []
+    found = threats.threats(data, leakage) if data else []
     return [f"{one.title}: the attacker is {one.who}. It knows {'; '.join(one.knows)}." for one in found]
 
 
@@ -247,7 +247,7 @@ def _untested(data: Sequence[RunData], leakage: pd.DataFrame) -> list[str]:
     """Return what the audit leaves open: the report's gaps, once, and the size of what was attacked."""
     if not data:
         return ["No cell was finished, so everything is open."]
-    gaps, captured = words.untested(data[:1], leakage), data[0].manifest["captures"]
+    gaps, captured = threats.untested(data[:1], leakage), data[0].manifest["captures"]
     batch, steps = captured.get("batch"), captured.get("steps")
     size = f"Victim batches of {batch} with {steps} local steps: larger ones were not tried."
     code = (

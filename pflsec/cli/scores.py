@@ -25,12 +25,13 @@ def records(scores: Any) -> list[dict[str, Any]]:
 def _print_headline(run: Path, scores: Any) -> None:
     """Print the run's worst case over all its attacks, and what the controls of the attacks just made say."""
     from pflsec.reports import controls
+    from pflsec.reports.groups import by_seed
     from pflsec.reports.load import load_run
     from pflsec.reports.tables import headline_table, records
     from pflsec.reports.words import headline_sentence
 
     data = load_run(run)
-    (row,) = records(headline_table([data]))
+    (row,) = records(headline_table(by_seed([data])))
     out.print(headline_sentence(row), markup=False)
     made = {one.path.name for one in scores}
     for attack in data.attacks:

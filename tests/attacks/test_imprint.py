@@ -224,12 +224,12 @@ def test_the_letter_stands_in_what_is_written(made: api.Run):
 
 
 def test_the_report_names_the_letter_and_who_the_adversary_is(made: api.Run):
-    from pflsec.reports import tables, words
+    from pflsec.reports import tables, threats
     from pflsec.reports.load import load_run
 
     api.attack(made, "imprint", threat_model="F", lpips="none")
     runs = [load_run(made.path)]
-    found = [t for t in words.threats(runs, tables.leakage_table(runs)) if t.title.startswith("malicious-server")]
+    found = [t for t in threats.threats(runs, tables.leakage_table(runs)) if t.title.startswith("malicious-server")]
     assert len(found) == 1
     assert "threat model F: C that may also manipulate the model" in found[0].title
     assert "may also choose what it sends" in found[0].who

@@ -14,7 +14,7 @@ def test_attacked_runs_are_shown_and_the_others_named(cli: Cli, runs: Path):
     assert "without a point: fedrep: it has not been attacked" in done.err
     assert (runs / "frontier" / "index.html").exists()
     found = json.loads(cli.succeed("frontier", "fedavg", "--x", "identified", "--out", "elsewhere", "--json").out)
-    assert [p["run"] for p in found["points"]] == ["fedavg"]
+    assert [p["name"] for p in found["points"]] == ["fedavg"]
     assert found["points"][0]["pareto"] is True
     assert Path("elsewhere/frontier.svg").exists()
 

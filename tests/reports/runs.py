@@ -1,5 +1,6 @@
 """Run folders written by hand, in the format that training and attacking write."""
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,11 @@ def manifest(name: str, algo: str = "fedrep", shape: tuple[int, int, int] = (1, 
         "dp": {"enabled": False, "coverage": {}},
         "captures": {"rounds": [0, 2], "clients": [0, 1, 2], "victims": 2, "batch": 1, "steps": 1, "kind": "probe"},
     }
+
+
+def without_scripts(page: str) -> str:
+    """Return a page without the scripts that stand in it: plotly's holds much that looks like markup, or like an address."""
+    return re.sub(r"<script>.*?</script>", "", page, flags=re.DOTALL)
 
 
 def wire(direction: str, item: str, tensors: int, numbers: int | None) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from pflsec.core.errors import RunError
 from pflsec.core.files import write_text
 from pflsec.core.tensors import read_items, write_items
 from pflsec.reports import figures
+from pflsec.reports.frontier import measure
 from pflsec.reports.load import load_run, load_runs
 from tests.reports.runs import CAPTURES, not_applicable, score, truth, write_attack, write_run
 
@@ -136,44 +137,27 @@ def test_write_gallery_puts_the_picture_beside_the_scores(run):
         figures.write_gallery(run, "dlg-0")
 
 
-def test_the_tradeoff_names_its_points_and_the_blind_guess(tmp_path):
-    paths = [write_run(tmp_path / name) for name in ("fedrep", "fedavg")]
-    for path in paths:
-        write_attack(path, [score(path, c) for c in CAPTURES])
-    write_attack(paths[0], [score(paths[0], c, knowledge="oracle") for c in CAPTURES], number="2")
-    said = texts(figures.tradeoff(load_runs(paths)))
-    assert {"fedrep · dlg (wire)", "fedrep · dlg (oracle)", "fedavg · dlg", "blind guess"} <= set(said)
-    assert any("hollow" in text for text in said)
-
-
-def test_many_points_get_a_legend(tmp_path):
-    paths = [write_run(tmp_path / f"run{i}", captures=CAPTURES[:5]) for i in range(7)]
-    for path in paths:
-        for attack in ("dlg", "idlg"):
-            write_attack(path, [score(path, c, attack) for c in CAPTURES[:5]], attack)
-    said = texts(figures.tradeoff(load_runs(paths)))
-    assert {" run0", " run6", " dlg", " idlg"} <= set(said)
-    assert not any("·" in text for text in said)
-
-
 def test_learning_curves_name_every_run_whatever_its_name(tmp_path):
     paths = [write_run(tmp_path / name, captures=()) for name in ("_hidden", r"$\frac{1}$", "plain")]
-    said = texts(figures.learning_curves(load_runs(paths)))
+    said = texts(figures.accuracy_curves(load_runs(paths)))
     assert {" _hidden", r" $\frac{1}$", " plain", " worst tenth of the clients"} <= set(said)
 
 
 def test_without_data_a_figure_is_a_sentence(tmp_path):
     runs = load_runs([write_run(tmp_path / "young", accuracies=())])
-    assert texts(figures.tradeoff(runs)) == ["No run has both an accuracy and a reconstruction"]
-    assert texts(figures.learning_curves(runs)) == ["No run has a tested round"]
+    assert texts(figures.frontier(measure(runs))) == ["No run has both coordinates"]
+    assert texts(figures.accuracy_curves(runs)) == ["No run has a tested round"]
+    assert texts(figures.loss_curves(runs)) == ["No run has recorded a training loss"]
+    assert texts(figures.epsilon_curves(runs)) == ["No run is differentially private"]
 
 
 def test_equal_figures_give_equal_files(run, tmp_path):
     write_attack(run, [score(run, c) for c in CAPTURES[:2]])
     loaded = load_runs([run])
-    for name, draw in (("t", figures.tradeoff), ("c", figures.learning_curves)):
+    frontier = lambda runs: figures.frontier(measure(runs))  # noqa: E731
+    for name, draw in (("f", frontier), ("a", figures.accuracy_curves), ("l", figures.loss_curves)):
         first, second = (figures.save(draw(loaded), tmp_path / f"{name}{i}") for i in range(2))
-        assert [p.suffix for p in first] == [".png", ".svg"]
+        assert [p.suffix for p in first] == [".png", ".svg", ".pdf"]
         assert [p.read_bytes() for p in first] == [p.read_bytes() for p in second]
         assert b"<dc:date>" not in first[1].read_bytes()
     one, two = (figures.encode(figures.gallery(loaded[0], loaded[0].attacks[0]), "svg") for _ in range(2))
@@ -182,7 +166,7 @@ def test_equal_figures_give_equal_files(run, tmp_path):
 
 def test_drawing_leaves_matplotlibs_settings_alone(run, tmp_path):
     before = dict(mpl.rcParams)
-    figures.save(figures.learning_curves(load_runs([run])), tmp_path / "c")
+    figures.save(figures.accuracy_curves(load_runs([run])), tmp_path / "c")
     assert dict(mpl.rcParams) == before
 
 

@@ -2,6 +2,7 @@
 
 import base64
 import csv
+import hashlib
 import json
 import re
 import shlex
@@ -12,10 +13,10 @@ import pytest
 
 from pflsec.core.errors import RunError
 from pflsec.core.files import read_json, write_json
-from pflsec.reports import words
+from pflsec.reports.commands import commands
 from pflsec.reports.load import load_run
 from pflsec.reports.page import write
-from tests.reports.runs import CAPTURES, MISSING, not_applicable, score, write_attack, write_run
+from tests.reports.runs import CAPTURES, MISSING, not_applicable, score, without_scripts, write_attack, write_run
 
 
 class Seen(HTMLParser):
@@ -62,20 +63,32 @@ def report(tmp_path_factory):
 
 def test_the_page_needs_no_network_and_no_other_file(report):
     page = seen(report)
-    assert not page.all("script")
     assert not page.all("link")
     for tag, attributes in page.elements:
         for name in ("src", "srcset", "data", "action", "poster", "xlink:href"):
             assert attributes.get(name, "data:").startswith("data:"), (tag, name)
         assert re.match(r"#|tables/", attributes.get("href", "#")), tag
         assert not any(name.startswith("on") for name in attributes)
-    text = report.read_text()
+    text = without_scripts(report.read_text())
     assert "@import" not in text
     assert "url(" not in text
-    assert any("default-src 'none'" in attributes.get("content", "") for attributes in page.all("meta"))
     for attributes in page.all("img"):
         kind, _, data = attributes["src"].partition(";base64,")
         assert base64.b64decode(data).startswith(b"\x89PNG" if kind == "data:image/png" else b"<?xml")
+
+
+def test_only_the_scripts_that_stand_in_the_page_may_run(report):
+    """The page's own policy names them by their hashes and lets nothing be loaded or sent; plotly is there once."""
+    (policy,) = (a["content"] for a in seen(report).all("meta") if a.get("http-equiv") == "Content-Security-Policy")
+    scripts = re.findall(r"<script>(.*?)</script>", report.read_text(encoding="utf8"), flags=re.DOTALL)
+    hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
+    assert len(scripts) == 2
+    assert "plotly.js v" in scripts[0][:200]
+    assert "plotly.js v" not in scripts[1]
+    rules = dict(rule.split(" ", 1) for rule in policy.split("; "))
+    assert rules["script-src"] == " ".join(f"'sha256-{value}'" for value in hashes)
+    assert [rules[name] for name in ("default-src", "form-action", "base-uri")] == ["'none'"] * 3
+    assert rules["img-src"] == "data: blob:"
 
 
 def test_the_page_is_well_made(report):
@@ -85,8 +98,12 @@ def test_the_page_is_well_made(report):
     assert all(len(attributes["alt"]) > 20 for attributes in page.all("img"))
     ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
     assert len(ids) == len(set(ids))
-    assert {attributes["href"][1:] for attributes in page.all("a") if attributes["href"][0] == "#"} == set(ids)
-    assert len(page.all("table")) == report.read_text().count('<div class="scroll" ')
+    linked = {attributes["href"][1:] for attributes in page.all("a") if attributes["href"][0] == "#"}
+    assert linked == {i for i in ids if not re.search(r"-table(-\d)?$", i)}
+    assert {a["data-table"] for a in page.all("form")} == {"leakage-table"} <= set(ids)
+    assert {"summary", "frontier", "leakage", "accuracy", "galleries", "wire", "privacy", "threats", "controls",
+            "configuration", "repeat"} <= linked  # fmt: skip
+    assert len(page.all("table")) == without_scripts(report.read_text()).count('<div class="scroll" ')
 
 
 def test_the_page_says_what_was_found(report):
@@ -117,13 +134,14 @@ def test_the_page_says_what_was_found(report):
 
 def test_tables_and_figures_are_files_too(report):
     out = report.parent
-    for name in ("headline", "accuracy", "leakage", "victims", "wire", "configuration"):
+    for name in ("headline", "frontier", "accuracy", "leakage", "victims", "traffic", "wire", "configuration"):
         rows = json.loads((out / "tables" / f"{name}.json").read_text(), parse_constant=pytest.fail)
         with (out / "tables" / f"{name}.csv").open() as file:
             assert len(list(csv.DictReader(file))) == len(rows) > 0
+        assert "\\toprule" in (out / "tables" / f"{name}.tex").read_text()
     names = {path.name for path in (out / "figures").iterdir()}
-    assert {"accuracy-leakage.png", "accuracy-leakage.svg", "learning-curves.png", "learning-curves.svg"} <= names
-    assert "gallery-01-rep-dlg-1a2b3c4d.svg" in names
+    for name in ("frontier", "accuracy-by-round", "loss-by-round", "gallery-01-rep-dlg-1a2b3c4d"):
+        assert {f"{name}.{kind}" for kind in ("png", "svg", "pdf")} <= names
 
 
 def test_the_page_names_no_folder_of_this_machine(report):
@@ -153,10 +171,15 @@ def test_names_and_reasons_are_text_and_never_markup(tmp_path):
     write_attack(run, rows, number=" onload=x", attack="dlg", lpips=lpips, threat_model=threat, title=evil)
     page = write([run], tmp_path / "out")
     found = seen(page)
-    assert not found.all("script")
+    assert {a.get("type", "") for a in found.all("script")} == {"", "application/json"}
+    assert sum("type" not in a for a in found.all("script")) == 2
     assert all(a["src"].startswith("data:") for a in found.all("img"))
-    assert "<script" not in page.read_text()
+    assert evil not in page.read_text()
+    assert not any(name.startswith("on") for _, attributes in found.elements for name in attributes)
     assert found.text.count(evil) > 10
+    for chart in re.findall(r'<script type="application/json">(.*?)</script>', page.read_text(), flags=re.DOTALL):
+        assert "<" not in chart
+        assert "<img" not in json.dumps(json.loads(chart))  # what plotly would take for markup
 
 
 def test_without_originals_no_image_of_a_victim_is_needed_or_shown(tmp_path):
@@ -172,7 +195,7 @@ def test_without_originals_no_image_of_a_victim_is_needed_or_shown(tmp_path):
     assert not any(a["src"].startswith("data:image/png") for a in without.all("img"))
     assert "Pictures of the victims' images were left out on request" in without.text
     assert not list((out / "figures").glob("gallery*"))
-    assert len(without.all("img")) == 2
+    assert len(without.all("img")) == 3  # frontier, accuracy, loss: where no script runs
 
 
 def test_a_run_without_its_vault_still_has_a_page(tmp_path):
@@ -186,7 +209,9 @@ def test_a_run_without_attacks_says_how_to_attack_it(tmp_path):
     page = seen(write([write_run(tmp_path / "my run")], tmp_path / "out"))
     assert "No attack has been run, so nothing is known of what the messages give away." in page.text
     assert "pflsec attack dlg 'my run'" in page.text
-    assert "No run has both an accuracy and a reconstruction." in page.text
+    assert "No run has both an accuracy and a leakage." in page.text
+    assert "my run: it has not been attacked" in page.text
+    assert "No run is differentially private." in page.text
     assert "Nothing was attacked, so everything is open." in page.text
 
 
@@ -258,9 +283,7 @@ def test_the_commands_hold_every_setting(tmp_path):
     config = read_json(run / "run.json", "")["config"]
     change(run, config=config | {"data": "npz:my file.npz", "defense": ["dp-sgd:epsilon=8", "prune:keep=0.1"]})
     write_attack(run, [score(run, c) for c in CAPTURES])
-    train, attack, report = (
-        shlex.split(line) for line in words.commands(load_run(run)).replace("\\\n", " ").splitlines()
-    )
+    train, attack, report = (shlex.split(line) for line in commands(load_run(run)).replace("\\\n", " ").splitlines())
     options = " ".join(train)
     assert train[:2] == ["pflsec", "train"]
     assert train[train.index("--data") + 1] == "npz:my file.npz"
@@ -289,3 +312,44 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "out").write_text("a file")
     with pytest.raises(RunError, match="cannot write"):
         write([run], tmp_path / "out")
+
+
+def test_seeds_of_one_configuration_share_a_card_and_stand_in_one_headline(tmp_path):
+    """12 victims at 30 dB with one seed, 12 at 40 with the other: worst 40, mean 35 over n = 24."""
+    runs = [write_run(tmp_path / "zero"), write_run(tmp_path / "one")]
+    for seed, (run, psnr) in enumerate(zip(runs, (30.0, 40.0), strict=True)):
+        change(run, config=read_json(run / "run.json", "")["config"] | {"seed": seed})
+        write_attack(run, [score(run, c, psnr=psnr) for c in CAPTURES])
+    page = seen(write(runs, tmp_path / "out", originals=False))
+    assert len(page.all("article")) == 1
+    (row,) = json.loads((tmp_path / "out" / "tables" / "headline.json").read_text())
+    assert (row["name"], row["seeds"], row["run"]) == ("fedrep (2 seeds)", 2, "one")
+    assert (row["worst"], row["mean"], row["n"], row["clients"], row["note"]) == (40.0, 35.0, 24, 6, "")
+    assert (row["low"], row["high"]) == (30.0, 40.0)  # seeds are drawn first, and within one all victims are alike
+    assert "by dlg (one, round 0, client 0, victim 0; a blind guess: 12.0 dB)" in page.text
+    assert "mean personal accuracy, ± SD over 2 seeds" in page.text
+
+
+def test_a_run_of_which_no_single_upload_is_seen_shows_its_accuracy_and_why_nothing_else(tmp_path):
+    run = write_run(tmp_path / "sums", captures=())
+    config = read_json(run / "run.json", "")["config"] | {"defense": ["secagg"]}
+    change(run, config=config, captures={"rounds": [], "clients": [], "reason": "only sums over 4 clients arrive"})
+    text = seen(write([run], tmp_path / "out")).text
+    assert "No single upload is seen: only sums over 4 clients arrive." in text
+    assert "Mean personal accuracy is 70.0" in text
+    (row,) = json.loads((tmp_path / "out" / "tables" / "frontier.json").read_text())
+    assert (row["name"], row["x"], row["y"]) == ("sums", None, 0.7)
+    assert row["reason"] == "no single upload is seen: only sums over 4 clients arrive"
+
+
+def test_epsilon_is_shown_by_round_with_its_unit(tmp_path):
+    run = write_run(tmp_path / "private")
+    config = read_json(run / "run.json", "")["config"] | {"defense": ["dp-sgd:epsilon=8"]}
+    change(run, config=config, dp={"enabled": True, "delta": {"most": 1e-5}, "guarantee": "formal", "test_seed": True})
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    spent = [json.dumps(line | {"epsilon": 2.0 * (t + 1)}) + "\n" for t, line in enumerate(lines)]
+    (run / "metrics.jsonl").write_text("".join(spent))
+    page = seen(write([run], tmp_path / "out"))
+    assert any("ending at private: 6.00 per record" in a.get("aria-label", "") for a in page.all("div"))
+    assert "the noise was fixed for a test: no guarantee" in page.text
+    assert (tmp_path / "out" / "figures" / "epsilon-by-round.pdf").exists()

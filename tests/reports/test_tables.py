@@ -8,6 +8,7 @@ import pytest
 
 from pflsec.core.files import read_json, write_json
 from pflsec.reports import controls, grids, words
+from pflsec.reports.groups import by_seed
 from pflsec.reports.load import RunData, load_run, load_runs
 from pflsec.reports.tables import (
     accuracy_table,
@@ -159,7 +160,7 @@ def test_the_wire_table_says_what_a_guarantee_covers(run):
     loaded = load_run(run)
     said = [(r["direction"], r["guarantee"]) for r in records(wire_table(loaded))]
     assert said == [("down", None), ("up", "covered"), ("up", "public, by assumption"), ("private", None)]
-    assert "public, by assumption" in str(grids.wire(loaded))
+    assert "public, by assumption" in str(grids.wire(records(wire_table(loaded))))
 
 
 def test_wire_and_configuration(run):
@@ -244,7 +245,7 @@ def test_runs_with_other_policies_are_to_be_compared_with_care(tmp_path):
 
 
 def headline_of(path: Path):
-    (row,) = records(headline_table([load_run(path)]))
+    (row,) = records(headline_table(by_seed([load_run(path)])))
     return row
 
 
@@ -256,11 +257,11 @@ def test_the_worst_case_names_attack_round_and_victim_over_all_attacks_on_the_wi
     write_attack(run, [score(run, c, knowledge="oracle", psnr=90.0) for c in CAPTURES], number="2")
     row = headline_of(run)
     assert (row["attack"], row["attack_id"], row["knowledge"]) == ("dlg", "dlg-1a2b3c4d", "wire")
-    assert (row["round"], row["client"], row["victim"], row["psnr_max"], row["psnr_blind"]) == (2, 1, 1, 44.0, 12.0)
+    assert (row["round"], row["client"], row["victim"], row["worst"], row["blind"]) == (2, 1, 1, 44.0, 12.0)
     assert (row["n"], row["clients"], row["success"], row["note"]) == (12, 3, 1.0, "illustrates only")
-    assert row["psnr_mean"] == pytest.approx(30 + 14 / 12)
-    assert row["psnr_low"] == pytest.approx(30.0)
-    assert row["psnr_high"] > row["psnr_mean"]
+    assert row["mean"] == pytest.approx(30 + 14 / 12)
+    assert row["low"] == pytest.approx(30.0)
+    assert row["high"] > row["mean"]
     said = words.headline_sentence(row)
     assert "44.0 dB by dlg (round 2, client 1, victim 1; a blind guess: 12.0 dB)" in said
     assert "Illustrates only: this supports no claim." in said
@@ -272,8 +273,8 @@ def test_a_victim_that_is_not_valid_is_never_the_worst_case_nor_in_its_mean(run)
     rows[1] |= {"psnr": 1.0, "psnr_capped": 1.0, "status": "diverged"}
     write_attack(run, rows)
     row = headline_of(run)
-    assert (row["psnr_max"], row["psnr_mean"], row["n"], row["not_valid"]) == (30.0, (3 * 30 + 1) / 4, 4, 1)
-    assert (row["note"], row["psnr_note"], row["success_low"]) == ("n too small", "n too small", None)
+    assert (row["worst"], row["mean"], row["n"], row["not_valid"]) == (30.0, (3 * 30 + 1) / 4, 4, 1)
+    assert (row["note"], row["interval_note"], row["success_low"]) == ("n too small", "n too small", None)
     assert "Victims in no number: 1 not valid." in words.headline_sentence(row)
 
 
@@ -288,7 +289,7 @@ def test_without_a_valid_image_there_is_no_worst_case_and_the_reason(run):
     assert headline_of(run)["note"] == "not attacked"
     write_attack(run, [not_applicable(run, c, "51 local steps") | {"attack_valid": False} for c in CAPTURES])
     row = headline_of(run)
-    assert (row["psnr_max"], row["n"], row["not_valid"], row["not_applicable"]) == (None, 0, 12, 0)
+    assert (row["worst"], row["n"], row["not_valid"], row["not_applicable"]) == (None, 0, 12, 0)
     assert "12 not valid" in words.headline_sentence(row)
 
 

@@ -1,73 +1,33 @@
-"""Figures: the gallery of an attack, accuracy against leakage, learning curves. Safe for the colour-blind."""
+"""The gallery of an attack: originals, reconstructions and blind guesses side by side, or texts with their words marked."""
 
-import io
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 import numpy as np
 import pandas as pd
-from matplotlib import patheffects
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.text import Annotation, Text
-from matplotlib.ticker import MaxNLocator
 
 from pflsec.core.errors import RunError
 from pflsec.core.files import write_bytes
 from pflsec.core.items import Items
 from pflsec.core.tensors import read_items
 from pflsec.reports import texts
+from pflsec.reports.figures.style import ALARM, INK, QUIET, encode, sentence, style
 from pflsec.reports.load import AttackData, CaptureId, RunData, load_run
-from pflsec.reports.tables import (
-    FAILED,
-    SUCCESS,
-    accuracy_table,
-    leakage_table,
-    records,
-    victims_table,
-)
+from pflsec.reports.tables import FAILED
 
 MOST = 10  # images in a gallery
 CHANNELS = 3  # of a signal, in a gallery
 HEAD, CAPTION = 0.85, 2.05  # inches above and to the right of a gallery's pictures
-NAMED = 12  # points with their names beside them; more would hide each other
 CAP = 100.0  # dB; equal images
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#4D4D4D")  # Okabe and Ito
-INK, QUIET, ALARM = "#1a1a1a", "#666666", "#D55E00"
-SHAPES = ("o", "s", "^", "D", "v", "P", "X")
-WORST: dict[str, Any] = {"linewidth": 1, "linestyle": (0, (4, 2))}
 CURVES: dict[str, dict[str, Any]] = {
     "blind guess": {"color": "#aaaaaa", "linewidth": 1.0, "linestyle": (0, (2, 2))},
     "original": {"color": INK, "linewidth": 1.8},
     "reconstruction": {"color": ALARM, "linewidth": 1.2},
 }
-STYLE: dict[Any, Any] = {
-    "font.family": "DejaVu Sans",  # comes with matplotlib: the same figure everywhere
-    "font.size": 10.5,
-    "text.color": INK,
-    "text.parse_math": False,  # names come from outside; a dollar sign is a dollar sign
-    "axes.edgecolor": QUIET,
-    "axes.labelcolor": INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.color": "#e6e6e6",
-    "grid.linewidth": 0.8,
-    "axes.axisbelow": True,
-    "legend.frameon": False,
-    "svg.hashsalt": "pflsec",
-    "svg.fonttype": "path",
-}
-
-
-Box = tuple[float, float, float, float]
-"""Left, bottom, right, top in the canvas's pixels."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,102 +142,6 @@ def write_sheet(path: Path, title: str, found: np.ndarray, truth: np.ndarray | N
         )
         figure.suptitle(title, x=0.02, ha="left", fontsize=11.5)
     write_bytes(path, encode(figure, "png"))
-
-
-def tradeoff(runs: Sequence[RunData]) -> Figure:
-    """Return mean personal accuracy of the last tested round against the median capped PSNR.
-
-    A point for each row of the leakage table, named where they are few, else by a legend; a thin line spans
-    the middle half of its victims, a band the middle eight tenths of the blind guesses.
-    """
-    points = _points(runs)
-    if not points:
-        return sentence("No run has both an accuracy and a reconstruction")
-    colours = _assign((point["run"] for point in points), COLOURS)
-    shapes = _assign((point["attack"] for point in points), SHAPES)
-    with style():
-        figure = Figure(figsize=(7.6, 4.9), layout="constrained")
-        axes = figure.subplots()
-        _references(axes, victims_table(runs)["psnr_blind"].dropna())
-        for point in points:
-            _point(axes, point, colours[point["run"]], shapes[point["attack"]])
-        axes.set_xlim(0, max(60.0, *(1.12 * max(p["psnr_q75"], p["psnr_median"]) for p in points)))
-        heights = [point["mean"] for point in points]
-        axes.set_ylim(max(-0.03, min(heights) - 0.12), min(1.06, max(heights) + 0.12))
-        axes.yaxis.set_major_formatter(percent_label)
-        axes.set_xlabel("median PSNR of the reconstructions in dB  (further right: leaks more)")
-        axes.set_ylabel("mean personal accuracy")
-        if any(point["knowledge"] != "wire" for point in points):
-            axes.set_title("hollow: knowledge granted beyond the wire", loc="right", fontsize=9, color=QUIET)
-        if len(points) <= NAMED:
-            name_points(axes, [(p["name"], p["psnr_median"], p["mean"]) for p in points])
-        else:
-            _legend(figure, colours, shapes)
-    return figure
-
-
-def learning_curves(runs: Sequence[RunData]) -> Figure:
-    """Return mean personal accuracy by round, with that of the worst tenth of the clients as a thin line."""
-    tested = [(run, run.metrics.dropna(subset=["personal_accuracy_mean"])) for run in runs]
-    drawn = [(run, table) for run, table in tested if not table.empty]
-    if not drawn:
-        return sentence("No run has a tested round")
-    with style():
-        figure = Figure(figsize=(7.6, 4.3 + 0.16 * len(drawn)), layout="constrained")
-        axes = figure.subplots()
-        for number, (run, table) in enumerate(drawn):
-            colour, line = COLOURS[number % len(COLOURS)], ("-", "-.", ":")[number // len(COLOURS) % 3]
-            mean = {
-                "linewidth": 2,
-                "linestyle": line,
-                "marker": "o" if len(table) <= 12 else "",
-                "markersize": 4,
-            }
-            # The space keeps a name with a leading "_" in the legend.
-            axes.plot(table["round"], table["personal_accuracy_mean"], color=colour, label=f" {run.name}", **mean)
-            axes.plot(table["round"], table["personal_accuracy_worst10"], color=colour, **WORST)
-        axes.plot([], [], color=QUIET, label=" worst tenth of the clients", **WORST)
-        axes.set_ylim(-0.02, 1.02)
-        axes.yaxis.set_major_formatter(percent_label)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.set_xlabel("round")
-        axes.set_ylabel("mean personal accuracy")
-        figure.legend(loc="outside lower center", ncols=3, fontsize=9.5)
-    return figure
-
-
-def save(figure: Figure, path: Path) -> list[Path]:
-    """Write <path>.png and <path>.svg atomically and return both. Equal figures give equal bytes."""
-    files = [path.with_name(f"{path.name}.{kind}") for kind in ("png", "svg")]
-    for file in files:
-        write_bytes(file, encode(figure, file.suffix[1:]))
-    return files
-
-
-def encode(figure: Figure, kind: str) -> bytes:
-    """Return the figure as PNG or SVG bytes, without a date."""
-    data = io.BytesIO()
-    without: dict[str, Any] = {"png": {"Software": None}, "svg": {"Date": None, "Creator": None}}[kind]
-    with style():
-        figure.savefig(data, format=kind, dpi=110, metadata=without, facecolor="white")
-    return data.getvalue()
-
-
-@contextmanager
-def style() -> Iterator[None]:
-    """Draw in the reports' style, whatever a user's matplotlibrc says."""
-    with mpl.rc_context():
-        mpl.rcdefaults()
-        mpl.rcParams.update(STYLE)
-        yield
-
-
-def sentence(text: str) -> Figure:
-    """Return a figure that is one sentence: why there is nothing to draw."""
-    with style():
-        figure = Figure(figsize=(7.6, 0.9))
-        figure.text(0.02, 0.5, text, va="center", color=QUIET)
-    return figure
 
 
 def _pairs(run: RunData, attack: AttackData) -> tuple[list[Pair], int]:
@@ -405,116 +269,3 @@ def _picture(axes: Axes, image: np.ndarray) -> None:
 
 def _decibel(value: float) -> str:
     return "exact" if value >= CAP else f"{value:.1f} dB"
-
-
-def _points(runs: Sequence[RunData]) -> list[dict[str, Any]]:
-    """Return the leakage table's rows with a PSNR, the run's final accuracy as `mean`, and a `name` each."""
-    accuracy = accuracy_table(runs)
-    final = accuracy[accuracy["at"] == "final"][["run", "mean"]]
-    points = leakage_table(runs).merge(final, on="run").dropna(subset=["psnr_median", "mean"])
-    return records(points.assign(name=point_names(points)))
-
-
-def _assign(names: Iterable[str], values: Sequence[str]) -> dict[str, str]:
-    """Return a value for each distinct name, in order of appearance; after the last the first comes again."""
-    return dict(zip(dict.fromkeys(names), cycle(values), strict=False))
-
-
-def _legend(figure: Figure, colours: Mapping[str, str], shapes: Mapping[str, str]) -> None:
-    """Write under the axes which colour is which run, and which shape which attack."""
-    runs = [Line2D([], [], color=colour, linewidth=5, label=f" {run}") for run, colour in colours.items()]
-    marks = [
-        Line2D([], [], color=QUIET, marker=shape, linestyle="", markersize=8, label=f" {attack}")
-        for attack, shape in shapes.items()
-    ]
-    rows = -(-(len(runs) + len(marks)) // 4)
-    figure.set_figheight(figure.get_figheight() + 0.25 * rows)
-    figure.legend(handles=[*runs, *marks], loc="outside lower center", ncols=4, fontsize=9)
-
-
-def _point(axes: Axes, point: dict[str, Any], colour: str, shape: str) -> None:
-    span = [point["psnr_q25"], point["psnr_q75"]]
-    axes.plot(span, [point["mean"]] * 2, color=colour, linewidth=1.6, alpha=0.55, zorder=3)
-    inside = colour if point["knowledge"] == "wire" else "white"
-    dot = {"marker": shape, "markersize": 8, "markerfacecolor": inside, "markeredgewidth": 1.8}
-    axes.plot([point["psnr_median"]], [point["mean"]], color=colour, zorder=3, **dot)
-
-
-def percent_label(value: float, _: object) -> str:
-    """Return an axis label for an accuracy, none outside [0, 1]."""
-    return f"{100 * value:.0f} %" if -1e-6 <= value <= 1 + 1e-6 else ""
-
-
-def point_names(table: pd.DataFrame) -> list[str]:
-    """Return "run · attack" for each row of a leakage table, unique by as much of its setting as it takes."""
-    names = (table["run"] + " · " + table["attack"]).tolist()
-    said: list[list[str]] = [[] for _ in names]
-    for mark in ("knowledge", "adversary", "hidden", "labels", "kind", "attack_id"):
-        full = [(name, *words) for name, words in zip(names, said, strict=True)]
-        for i, value in enumerate(table[mark]):
-            twins = [j for j, other in enumerate(full) if other == full[i]]
-            if table[mark].iloc[twins].nunique() > 1:
-                said[i].append(str(value))
-    return [f"{name} ({', '.join(w)})" if w else name for name, w in zip(names, said, strict=True)]
-
-
-def _references(axes: Axes, blind: pd.Series) -> None:
-    """Draw what no information gives, and where success begins."""
-    top = axes.get_xaxis_transform()
-    if not blind.empty:
-        axes.axvspan(float(blind.quantile(0.1)), float(blind.quantile(0.9)), color="#dddddd", linewidth=0, zorder=0)
-        axes.axvline(blind.median(), color=QUIET, linewidth=1.2)
-        axes.text(
-            blind.median(),
-            1.01,
-            "blind guess",
-            ha="center",
-            va="bottom",
-            fontsize=9,
-            color=QUIET,
-            transform=top,
-        )
-    axes.axvline(SUCCESS, color=QUIET, linewidth=1.2, linestyle=(0, (4, 3)))
-    axes.text(SUCCESS, 1.01, "  success: 20 dB", ha="left", va="bottom", fontsize=9, color=QUIET, transform=top)
-
-
-def name_points(axes: Axes, points: Sequence[tuple[str, float, float]]) -> None:
-    """Write the name of each (name, x, y) where it hides no other name and no point, as far as there is room."""
-    figure = axes.figure
-    assert isinstance(figure, Figure)
-    figure.draw_without_rendering()  # fixes the layout, and with it where points lie
-    places = [(x, y) for _, x, y in points]
-    taken = [(x - 6, y - 6, x + 6, y + 6) for x, y in axes.transData.transform(places)]
-    for name, x, y in sorted(points, key=lambda point: (point[2], point[1]), reverse=True):
-        taken.append(_box(_placed(axes, name, (x, y), taken)))
-
-
-def _placed(axes: Axes, name: str, place: tuple[float, float], taken: list[Box]) -> Annotation:
-    """Return the name written by its point, or far off with a line leading there; at worst over others."""
-    texts: list[Annotation] = []
-    for dy, side in product((9, -18, 24, -33, 39, -48, 54, -63), ("center", "left", "right")):
-        for text in texts:
-            text.remove()
-        leader = (
-            {"arrowstyle": "-", "color": QUIET, "linewidth": 0.8, "shrinkA": 0, "shrinkB": 5} if abs(dy) > 20 else None
-        )
-        where: dict[str, Any] = {"xytext": (0, dy), "textcoords": "offset points", "ha": side}
-        texts = [axes.annotate(name, place, fontsize=9.5, zorder=4, arrowprops=leader, **where)]
-        texts[0].set_path_effects([patheffects.withStroke(linewidth=3, foreground="white")])
-        texts[0].set_in_layout(False)  # the layout, and with it the places, are fixed
-        if _free(_box(texts[0]), axes, taken):
-            break
-    return texts[0]
-
-
-def _box(text: Annotation) -> Box:
-    text.get_window_extent()  # moves the text to its offset
-    box = Text.get_window_extent(text)  # of the words, without the leading line
-    return box.x0, box.y0, box.x1, box.y1
-
-
-def _free(box: Box, axes: Axes, taken: list[Box]) -> bool:
-    x0, y0, x1, y1 = box[0] - 8, box[1] - 2, box[2] + 8, box[3] + 2
-    frame = axes.get_window_extent()
-    inside = x0 >= frame.x0 and x1 <= frame.x1 + 4 and y0 >= frame.y0 and y1 <= frame.y1
-    return inside and all(x1 < a or x0 > c or y1 < b or y0 > d for a, b, c, d in taken)

@@ -1,0 +1,90 @@
+"""What the tables share: a run's names, which victims can speak, shares with their intervals, rows as plain values."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pandas as pd
+
+from pflsec.core.files import to_json
+from pflsec.core.statistics import FEWEST, wilson
+from pflsec.reports.load import AttackData, RunData
+
+SUCCESS = 20.0  # dB; from here on a reconstruction counts as a success
+CLAIM = 20  # victims; below that a number illustrates, and supports no claim
+ILLUSTRATES = "illustrates only"
+NOT_APPLICABLE = "not-applicable"
+FAILED = ("diverged", "nonfinite")
+SETTING = ("attack", "adversary", "knowledge", "hidden", "kind")
+
+
+def named(run: RunData) -> dict[str, Any]:
+    """Return what tells a run's rows from others'."""
+    family = run.manifest["algorithm"]["family"]
+    return {"run": run.name, "algo": run.key, "family": family, "defense": run.defense}
+
+
+def is_naive(attack: AttackData) -> bool:
+    """Return whether the attacker ignored a defense that was there, so that its number is no bound for one who does not."""
+    said = attack.scores["reason"].astype(str).str.contains("naive: ", regex=False)
+    return attack.meta.get("naive") is True or bool(said.any())
+
+
+def settled(attack: AttackData) -> pd.DataFrame:
+    """Return the scores; victims that could not be attacked get the others' commonest `hidden`.
+
+    Nothing was treated there, so they would else stand apart from the row to which they belong.
+    """
+    scores = attack.scores.copy()
+    absent = scores["status"] == NOT_APPLICABLE
+    usual = scores.loc[~absent, "hidden"].mode()
+    scores.loc[absent, "hidden"] = "" if usual.empty else str(usual.iloc[0])
+    return scores
+
+
+def capture_names(scores: pd.DataFrame) -> pd.Series:
+    """Return the capture's id of every row of scores."""
+    names = [
+        f"r{t:03d}-c{client:02d}-v{victim}-{kind}"
+        for t, client, victim, kind in zip(*(scores[c] for c in ("round", "client", "victim", "kind")), strict=True)
+    ]
+    return pd.Series(names, index=scores.index, dtype=object)
+
+
+def sorted_out(group: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
+    """Return the victims that can speak, those of which nothing follows, and those without anything to attack.
+
+    An attack that diverged has failed on a victim that can speak: it counts, as a failure, and is not dropped.
+    """
+    invalid = group["attack_valid"].eq(False).fillna(False)
+    absent = (group["status"] == NOT_APPLICABLE) & ~invalid
+    return group[~invalid & ~absent], group[invalid], group[absent]
+
+
+def reasons(group: pd.DataFrame) -> str:
+    """Return why, each reason once."""
+    return "; ".join(sorted(set(group["reason"].replace("", "no reason given"))))
+
+
+def share(name: str, hits: pd.Series) -> dict[str, Any]:
+    """Return the mean of hits in [0, 1], and its Wilson interval from 5 victims on."""
+    low, high = wilson(float(hits.sum()), len(hits)) if len(hits) >= FEWEST else (None, None)
+    return {name: hits.mean(), f"{name}_low": low, f"{name}_high": high}
+
+
+def common(texts: pd.Series) -> str:
+    """Return what all victims say, or all that they say."""
+    return ", ".join(sorted(set(texts) - {""}))
+
+
+def as_text(value: Any) -> str:
+    """Return a configured value as text: none for None, JSON for lists and tables."""
+    if value is None:
+        return "none"
+    return value if isinstance(value, str) else to_json(value, indent=None)
+
+
+def records(table: pd.DataFrame) -> list[dict[str, Any]]:
+    """Return a table's rows as plain Python values; every missing one is None."""
+    columns = [str(name) for name in table.columns]
+    rows: Sequence[Sequence[Any]] = table.astype(object).to_numpy().tolist()
+    return [{name: None if pd.isna(v) else v for name, v in zip(columns, row, strict=True)} for row in rows]

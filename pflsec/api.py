@@ -17,7 +17,8 @@ from pflsec.core.config import build
 from pflsec.core.errors import PflsecError, PflsecWarning, RunError
 from pflsec.data.datasets import Dataset
 from pflsec.runtime import attacking, checkpoint, manifest, privacy
-from pflsec.runtime.estimate import Cost
+from pflsec.runtime.estimate import Cost as Cost
+from pflsec.runtime.estimate import best_executor as best_executor
 from pflsec.runtime.estimate import estimate as _estimate
 from pflsec.runtime.executor import Executor, Serial
 from pflsec.runtime.folder import RunFolder
@@ -80,12 +81,24 @@ def plan_training(
 ) -> Setup:
     """Return the setup of a run without running it: every mistake in the options shows here."""
     file = Path(config) if config else None
-    return prepare(resolve(options, preset=preset, file=file, assignments=assignments), dataset)
+    setup = prepare(resolve(options, preset=preset, file=file, assignments=assignments), dataset)
+    privacy.mechanism(setup)  # a method that cannot be trained under the defense is refused here
+    return setup
 
 
 def estimate(setup: Setup) -> Cost:
     """Return seconds of work and bytes on disk of a run, roughly, measured on a few of its own batches."""
     return _estimate(setup)
+
+
+def estimate_attack(setup: Setup, attack: str, options: Mapping[str, Any] = {}) -> float | None:
+    """Return seconds of an attack's work on one probe, roughly: a few iterations are timed before anything is trained.
+
+    None for attacks on real uploads, which only a training makes.
+    """
+    from pflsec.session.estimate import seconds_per_victim
+
+    return seconds_per_victim(setup, attack, options)
 
 
 def train(

@@ -1,6 +1,5 @@
 """pflsec train."""
 
-import os
 import shutil
 import warnings
 from dataclasses import replace
@@ -14,8 +13,6 @@ from pflsec.cli.console import duration, megabytes, number, print_json, progress
 from pflsec.cli.options import option
 from pflsec.core.errors import ConfigError, PflsecWarning
 from pflsec.core.files import safe_name
-
-WORTH_WORKERS = 60.0  # seconds
 
 
 def train(
@@ -88,7 +85,7 @@ def train(
     from pflsec import api
     from pflsec.config.train import TrainConfig, split_assignments
     from pflsec.core.config import build
-    from pflsec.runtime.estimate import estimate
+    from pflsec.runtime.estimate import best_executor, estimate
 
     given = {k: v for k, v in given.items() if k in TrainConfig.model_fields and k != "settings"}
     how = {k: given.pop(k) for k in ("executor", "workers") if resume and k in given}
@@ -115,7 +112,7 @@ def train(
         if json:
             print_json({"config": setup.config.model_dump(), "seconds": cost.seconds, "bytes": cost.bytes})
         return
-    executor = _executor(setup.config.executor, cost.seconds)
+    executor = best_executor(setup.config.executor, cost.seconds)
     with progress(setup.config.rounds, "round") as bar:
 
         def on_round(t: int, metrics: Any) -> None:
@@ -144,13 +141,6 @@ def _check_space(runs_dir: Path, needed: int) -> None:
             PflsecWarning,
             stacklevel=2,
         )
-
-
-def _executor(wanted: str, seconds: float) -> str:
-    """Return serial or processes: starting workers takes some seconds, which short runs do not earn back."""
-    if wanted != "auto":
-        return wanted
-    return "processes" if seconds > WORTH_WORKERS and (os.cpu_count() or 1) > 1 else "serial"
 
 
 def _note(metrics: Any) -> str:

@@ -17,8 +17,7 @@ from pflsec.core.config import build
 from pflsec.core.errors import PflsecError, PflsecWarning, RunError
 from pflsec.data.datasets import Dataset
 from pflsec.runtime import attacking, checkpoint, manifest, privacy
-from pflsec.runtime.estimate import Cost as Cost
-from pflsec.runtime.estimate import best_executor as best_executor
+from pflsec.runtime.estimate import Cost
 from pflsec.runtime.estimate import estimate as _estimate
 from pflsec.runtime.executor import Executor, Serial
 from pflsec.runtime.folder import RunFolder

@@ -75,7 +75,7 @@ def sweep(
     with progress(cost.units, "step") as bar:
         rows = folder.run(How(executor, workers, cost.paces, on_step=paced(bar)))
     failed = Counter(row["status"] for row in rows)["failed"]
-    print_json({"path": str(folder.path), "rows": rows}) if json else _print_rows(made, rows)
+    print_json({"path": str(folder.path), "rows": rows}) if json else _print_rows(rows)
     say(f"{len(rows)} rows, {failed} failed; tables, report and frontier in {folder.path}")
     if failed:
         raise typer.Exit(1)
@@ -132,14 +132,17 @@ def _print_dry(made: Any, cost: Any, json: bool) -> None:
         print_json({"name": made.name, "cells": rows, **price})
         return
     shown = [
-        [row["training"], *(row.get(axis, "") for axis in made.axes), number(row["seconds"], 1)]
-        + [f"not applicable: {row['reason']}" if row["reason"] else " ".join(map(str, row["victims"].values()))]
+        [row["training"], *(row.get(axis) for axis in made.axes), number(row["seconds"], 1), _victims(row)]
         for row in rows
     ]
     print_table("", ["training", *made.axes, "seconds", "victims of each attack"], shown)
 
 
-def _print_rows(made: Any, rows: Sequence[Any]) -> None:
+def _victims(row: Any) -> str:
+    return f"not applicable: {row['reason']}" if row["reason"] else " ".join(map(str, row["victims"].values()))
+
+
+def _print_rows(rows: Sequence[Any]) -> None:
     columns = [
         "training",
         "attack",
@@ -152,15 +155,12 @@ def _print_rows(made: Any, rows: Sequence[Any]) -> None:
         "status",
         "reason",
     ]
-    names = ("psnr_median", "psnr_worst", "psnr_blind")
-    shown = [
-        [
-            row["training"],
-            row.get("attack"),
-            number(row["accuracy"] and 100 * row["accuracy"], 1),
-            number(row["epsilon"]),
-        ]
-        + [*(number(row.get(name), 1) for name in names), row.get("controls"), row["status"], row["reason"]]
-        for row in rows
-    ]
+    shown = []
+    for row in rows:
+        accuracy = None if row["accuracy"] is None else 100 * row["accuracy"]
+        leakage = [number(row.get(name), 1) for name in ("psnr_median", "psnr_worst", "psnr_blind")]
+        ended = [row.get("controls"), row["status"], row["reason"]]
+        shown.append(
+            [row["training"], row.get("attack"), number(accuracy, 1), number(row["epsilon"]), *leakage, *ended]
+        )
     print_table("Medians over victims (best: the highest PSNR)", columns, shown)

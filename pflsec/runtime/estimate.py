@@ -18,7 +18,7 @@ EVALUATION = 1.3  # testing everybody adds about this much to training
 
 
 def best_executor(wanted: str, seconds: float) -> str:
-    """Return serial or processes for so many seconds of work: starting workers takes some, which short work does not earn back."""
+    """Return serial or processes for work of so many seconds: starting workers takes some, which short work does not repay."""
     if wanted != "auto":
         return wanted
     return "processes" if seconds > WORTH_WORKERS and (os.cpu_count() or 1) > 1 else "serial"

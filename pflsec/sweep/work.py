@@ -14,6 +14,8 @@ from typing import Any, Literal
 from pflsec import api
 from pflsec.core import methodfile
 from pflsec.core.errors import PflsecError, PflsecWarning, RunError
+from pflsec.runtime.estimate import best_executor
+from pflsec.runtime.folder import RunFolder
 from pflsec.sweep.plan import REFUSALS, Attack, Cell, fingerprint
 
 State = Literal["planned", "running", "done", "refused", "failed", "interrupted"]
@@ -95,7 +97,7 @@ def run(cells: Sequence[Cell], attacks: Sequence[Attack], runs: Path, how: How) 
 def finished_runs(runs: Path) -> dict[str, Path]:
     """Return the runs in a folder by fingerprint: those that are done before those that are not."""
     found: dict[str, tuple[bool, Path]] = {}
-    for folder in api.RunFolder.all(runs):
+    for folder in RunFolder.all(runs):
         try:
             facts = folder.manifest()
             mark = fingerprint(facts["config"], facts["algorithm"]["file"], facts["data"]["partition"])
@@ -141,7 +143,7 @@ def _attempt(progress: Progress, ending: Ending, work: Callable[[], None], how: 
 def _train(progress: Progress, runs: Path, known: dict[str, Path], how: How, steps: "_Steps") -> None:
     """Set the cell's run: trained before, gone on with, or new."""
     cell = progress.cell
-    act: dict[str, Any] = {"on_round": steps.round, "executor": api.best_executor(how.executor, cell.seconds)}
+    act: dict[str, Any] = {"on_round": steps.round, "executor": best_executor(how.executor, cell.seconds)}
     progress.run = known.get(cell.fingerprint)
     if progress.run is None:
         setup = _with_workers(cell.training.setup(), how)
@@ -165,10 +167,10 @@ def _attack(progress: Progress, attack: Attack, how: How, steps: "_Steps") -> No
     victims, pace = attack.victims(progress.cell.config), how.paces.get(attack.label)
     if not victims:
         raise Nothing(f"nothing to attack: the training has no capture for {attack.label}.")
-    executor = how.executor if pace is None else api.best_executor(how.executor, pace * victims)
+    executor = how.executor if pace is None else best_executor(how.executor, pace * victims)
     config = attack.config(executor=executor, **({"workers": how.workers} if how.workers else {}))
     made = attack.make()
-    session = api.AttackSession(api.RunFolder(progress.run), config)
+    session = api.AttackSession(RunFolder(progress.run), config)
     if (scores := session.finished(attack.name, made)) is None:
         scores = session.run(attack.name, made, steps.victim, steps.control)
     progress.scores[attack.label] = scores.path

@@ -31,7 +31,7 @@ ALLOWED = {
     "runtime": {"core", "config", "data", "models", "training", "wire"},
     "session": {"core", "config", "data", "runtime", "wire", "leakage", "reports"},
     "api": {"core", "config", "data", "runtime", "wire", "leakage", "reports", "session"},
-    "sweep": {"config", "core", "api", "reports"},
+    "sweep": {"config", "core", "runtime", "api", "reports"},
     "audit": {"config", "core", "api", "reports", "sweep"},
     "testing": {"core", "config", "runtime", "training"},
     "doctor": {"core", "leakage"},

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from pflsec import tracking
 from pflsec.config.attack import AttackConfig, make_attacks
 from pflsec.config.train import resolve, run_name
 from pflsec.core import methodfile
@@ -81,6 +82,7 @@ def plan_training(
     """Return the setup of a run without running it: every mistake in the options shows here."""
     file = Path(config) if config else None
     setup = prepare(resolve(options, preset=preset, file=file, assignments=assignments), dataset)
+    tracking.require(setup.config.track)
     privacy.mechanism(setup)  # a method that cannot be trained under the defense is refused here
     return setup
 
@@ -134,6 +136,7 @@ def run_training(
 
     executor  serial or processes: the results are the same bits
     """
+    tracking.require(setup.config.track)
     dp = privacy.describe(setup)
     facts = manifest.describe(setup, run_name(setup.config, name), dp)
     folder = RunFolder.create(Path(runs_dir), facts["name"])
@@ -173,6 +176,7 @@ def resume_training(
     setup: Setup, run: Run, *, on_round: OnRound = lambda t, metrics: None, executor: str = "serial"
 ) -> Run:
     """Play the rounds that are left of a run."""
+    tracking.require(setup.config.track)
     return _play(setup, RunFolder(run.path), on_round, executor)
 
 
@@ -181,8 +185,17 @@ def _play(setup: Setup, folder: RunFolder, on_round: OnRound, executor: str) -> 
         facts = folder.manifest() | {"state": "running", "reason": None, "finished": None}
         folder.write_manifest(facts)
         try:
-            with _executor(setup, executor) as workers:
-                play(setup, folder, on_round, workers)
+            config = setup.config.model_dump()
+            with (
+                _executor(setup, executor) as workers,
+                tracking.following(config["track"], folder.path, config) as follow,
+            ):
+
+                def report(t: int, metrics: Mapping[str, Any]) -> None:
+                    follow(t, metrics)
+                    on_round(t, metrics)
+
+                play(setup, folder, report, workers)
         except KeyboardInterrupt:
             folder.write_manifest(facts | {"state": "interrupted", "finished": manifest.now()})
             raise

@@ -57,6 +57,9 @@ def train(
     executor: Annotated[str | None, option("executor", "auto or serial.")] = None,
     workers: Annotated[int | None, option("workers", "Worker processes.")] = None,
     device: Annotated[str | None, option("device", "auto or cpu.")] = None,
+    track: Annotated[
+        str | None, option("track", "Follow the training with tensorboard, mlflow or tensorboard,mlflow.")
+    ] = None,
     runs_dir: Annotated[Path, typer.Option(help="Folder of all runs.")] = Path("runs"),
     name: Annotated[str | None, typer.Option(help="Name of this run.", show_default=False)] = None,
     config: Annotated[
@@ -78,6 +81,8 @@ def train(
 
       pflsec train --algo scaffold --capture-rounds 0,10 --capture-clients random:2
 
+      pflsec train --algo fedrep --track tensorboard
+
       pflsec train --resume fedrep-digits-s0
     """
     given = {k: v for k, v in locals().items() if v is not None}
@@ -88,10 +93,10 @@ def train(
     from pflsec.runtime.estimate import best_executor, estimate
 
     given = {k: v for k, v in given.items() if k in TrainConfig.model_fields and k != "settings"}
-    how = {k: given.pop(k) for k in ("executor", "workers") if resume and k in given}
+    how = {k: given.pop(k) for k in ("executor", "workers", "track") if resume and k in given}
     if resume and (given or settings or preset or config or name):
         raise ConfigError(
-            "--resume takes the run's own configuration; of the other options only --executor, --workers and "
+            "--resume takes the run's own configuration; of the other options only --executor, --workers, --track and "
             "--runs-dir go with it."
         )
     if name is not None:

@@ -13,6 +13,7 @@ name = "ig"
 
 import itertools
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -235,10 +236,8 @@ def _checked(file: TomlFile, trainings: Sequence[Training]) -> list[Cell]:
 
 def _blamed(training: Training, reason: str) -> Key:
     """Return the option that an error speaks of, as far as its words tell."""
-    words = set(
-        reason.replace("--", "").replace("-", "_").replace(",", " ").replace("'", " ").replace(":", " ").split()
-    )
-    named = [name for name in training.options if name in words and name != "settings"]
+    words = re.findall(r"[a-z_]+", reason.replace("--", "").replace("-", "_"))
+    named = [word for word in words if word in training.options and word != "settings"]
     return ("train", named[0]) if named else ("train",)
 
 
@@ -304,8 +303,9 @@ def _built(model: type[Config], values: Mapping[str, Any], file: TomlFile, key: 
     try:
         return model(**values)
     except ValidationError as error:
-        problem = error.errors()[0]
-        raise file.mistake((*key, *problem["loc"]), sentence(model, dict(problem), what)) from None
+        problem = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
+        lacking = f"{what} needs a {problem['loc'][-1]}." if problem["type"] == "missing" else ""
+        raise file.mistake((*key, *problem["loc"]), lacking or sentence(model, dict(problem), what)) from None
     except PflsecError as error:
         raise file.mistake(key, str(error)) from None
 

@@ -10,7 +10,7 @@ from pflsec import api, tracking
 from pflsec.core.errors import ConfigError, PflsecWarning, RunError
 from tests.audit.methods import SMALL
 
-OPTIONS = SMALL | {"algo": "fedavg", "capture_rounds": "none", "rounds": 3}
+OPTIONS: dict[str, Any] = SMALL | {"algo": "fedavg", "capture_rounds": "none", "rounds": 3}
 
 
 def needs(name: str) -> pytest.MarkDecorator:

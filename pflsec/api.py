@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from pflsec import tracking
 from pflsec.config.attack import AttackConfig, make_attacks
 from pflsec.config.train import resolve, run_name
 from pflsec.core import methodfile
@@ -81,6 +82,7 @@ def plan_training(
     """Return the setup of a run without running it: every mistake in the options shows here."""
     file = Path(config) if config else None
     setup = prepare(resolve(options, preset=preset, file=file, assignments=assignments), dataset)
+    tracking.require(setup.config.track)
     privacy.check(setup)
     return setup
 
@@ -88,6 +90,16 @@ def plan_training(
 def estimate(setup: Setup) -> Cost:
     """Return seconds of work and bytes on disk of a run, roughly, measured on a few of its own batches."""
     return _estimate(setup)
+
+
+def estimate_attack(setup: Setup, attack: str, options: Mapping[str, Any] = {}) -> float | None:
+    """Return seconds of an attack's work on one probe, roughly: a few iterations are timed before anything is trained.
+
+    None for attacks on real uploads, which only a training makes.
+    """
+    from pflsec.session.estimate import seconds_per_victim
+
+    return seconds_per_victim(setup, attack, options)
 
 
 def train(
@@ -124,6 +136,7 @@ def run_training(
 
     executor  serial, processes or ray: the results are the same bits
     """
+    tracking.require(setup.config.track)
     dp = privacy.describe(setup)
     facts = manifest.describe(setup, run_name(setup.config, name), dp)
     folder = RunFolder.create(Path(runs_dir), facts["name"])
@@ -163,6 +176,7 @@ def resume_training(
     setup: Setup, run: Run, *, on_round: OnRound = lambda t, metrics: None, executor: str = "serial"
 ) -> Run:
     """Play the rounds that are left of a run."""
+    tracking.require(setup.config.track)
     return _play(setup, RunFolder(run.path), on_round, executor)
 
 
@@ -171,8 +185,17 @@ def _play(setup: Setup, folder: RunFolder, on_round: OnRound, executor: str) -> 
         facts = folder.manifest() | {"state": "running", "reason": None, "finished": None}
         folder.write_manifest(facts)
         try:
-            with _executor(setup, executor) as workers:
-                play(setup, folder, on_round, workers)
+            config = setup.config.model_dump()
+            with (
+                _executor(setup, executor) as workers,
+                tracking.following(config["track"], folder.path, config) as follow,
+            ):
+
+                def report(t: int, metrics: Mapping[str, Any]) -> None:
+                    follow(t, metrics)
+                    on_round(t, metrics)
+
+                play(setup, folder, report, workers)
         except KeyboardInterrupt:
             folder.write_manifest(facts | {"state": "interrupted", "finished": manifest.now()})
             raise

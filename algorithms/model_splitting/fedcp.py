@@ -25,7 +25,7 @@ from torch import Tensor
 
 from pflsec.core.algorithm import Algorithm, Done, PrivateStart, mean_of_uploads, sample_count
 from pflsec.core.config import above, at_least, between, option
-from pflsec.core.errors import ConfigError
+from pflsec.core.errors import UnfitError
 from pflsec.core.items import Items, combine, prefixed, select, subtract, without_prefix
 from pflsec.core.local import Local
 from pflsec.core.network import Net
@@ -70,7 +70,7 @@ class FedCP(Algorithm[FedCPConfig]):
         super().__init__(cfg, net, clients)
         sizes = [net.shapes[name] for name in self.layers()]
         if not sizes or [s[1] for s in sizes] != [net.feature_dim, *(s[0] for s in sizes[:-1])]:
-            raise ConfigError("fedcp: the head must be linear layers, one after the other. Choose a later --split.")
+            raise UnfitError("fedcp: the head must be linear layers, one after the other. Choose a later --split.")
 
     def layers(self) -> list[str]:
         """Return the names of the head's weight matrices, in the order of the forward pass."""

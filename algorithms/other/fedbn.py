@@ -21,7 +21,7 @@ import torch
 
 from pflsec.core.algorithm import Algorithm, Done, mean_of_uploads, sample_count
 from pflsec.core.config import Config, option
-from pflsec.core.errors import ConfigError, PflsecWarning
+from pflsec.core.errors import PflsecWarning, UnfitError
 from pflsec.core.items import Items
 from pflsec.core.local import Local
 from pflsec.core.network import Net
@@ -54,7 +54,7 @@ class FedBN(Algorithm[FedBNConfig]):
         super().__init__(cfg, net, clients)
         self.contract = replace(self.contract, omit=self.kept())
         if self.kept() >= net.shapes.keys():
-            raise ConfigError(
+            raise UnfitError(
                 "fedbn: all parameters of the model belong to normalisation layers, so nothing is left to share. Use local."
             )
         if not self.kept():

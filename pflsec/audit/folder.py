@@ -1,59 +1,34 @@
-"""An audit's folder: audit.json (plan and state of every cell), runs/<cell>, report/ and verdict.md."""
+"""An audit's folder: audit.json (plan and state of every cell), runs/<cell>, report/ and verdict.md.
 
-import traceback
-from collections.abc import Callable, Mapping
+Its cells are run as those of a sweep.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pflsec import api
 from pflsec.audit import verdict
-from pflsec.audit.plan import NONE, Cell, Plan
+from pflsec.audit.plan import Cell, Plan
 from pflsec.core import methodfile
-from pflsec.core.errors import PflsecError, PrivacyError, RunError
-from pflsec.core.files import disk_errors, read_json, safe_name, write_json, write_text
+from pflsec.core.errors import RunError
+from pflsec.core.files import disk_errors, locked, read_json, safe_name, write_json, write_text
 from pflsec.reports.load import RunData, load_run
 from pflsec.reports.page import write as write_page
+from pflsec.sweep import plan as sweep
+from pflsec.sweep import work
+from pflsec.sweep.work import How, Progress
 
 SCHEMA = 1
 FINISHED = ("done", "refused")
 """States of a cell that a resumed audit leaves alone."""
-DEFENDED = 4
-"""A private step takes about so many times as long as a bare one."""
-
-OnStep = Callable[[str, int], None]
-"""Called with (what was done, units of progress so far)."""
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Units of progress in each cell (its rounds, and a victim of each attack), seconds of training, bytes on disk."""
-
-    units: int
-    seconds: float
-    bytes: float
-
-
-def cost(plan: Plan) -> Cost:
-    """Return what an audit costs; mistakes in its options show here. Attacks are not measured.
-
-    A method that raises is not measured either: that is for its cells to report.
-    """
-    units, seconds, size, dataset = 0, 0.0, 0.0, None
-    for cell in (cell for cell in plan.cells() if cell.seed == plan.seeds[0]):
-        setup = api.plan_training(plan.options(cell), dataset=dataset)
-        dataset, config = setup.federation.dataset, setup.config
-        victims = len(config.captured_rounds()) * len(config.captured_clients()) * config.victims
-        units = config.rounds + victims * len(plan.attacks)
-        try:
-            one = api.estimate(setup)
-        except Exception as error:
-            if not isinstance(error, PflsecError) and methodfile.blame(error) is None:
-                raise
-            continue
-        seconds += one.seconds * len(plan.seeds) * (1 if cell.defense == NONE else DEFENDED)
-        size += one.bytes * len(plan.seeds)
-    return Cost(units, seconds, size)
+def check(plan: Plan, cells: Sequence[Cell] | None = None) -> list[sweep.Cell]:
+    """Return cells (all of the plan's, unless said) as a sweep runs them; mistakes in their options show here."""
+    checker = sweep.Checker()
+    wanted = plan.cells() if cells is None else cells
+    return [checker.check(plan.as_training(cell)) for cell in wanted]
 
 
 @dataclass
@@ -103,56 +78,37 @@ class Audit:
         """Return the cells that are still to be run, in order."""
         return [cell for cell in self.plan.cells() if self.state(cell)["state"] not in FINISHED]
 
-    def run(self, on_step: OnStep = lambda note, done: None, executor: str = "serial", units: int = 0) -> None:
+    def run(self, how: How | None = None, checked: Sequence[sweep.Cell] | None = None) -> None:
         """Run the cells that are left, then judge. A cell that fails is recorded, and the rest goes on.
 
-        units  of progress in a cell (see Cost)
-        Ctrl-C is recorded and raised again; `Audit.open` goes on from there.
+        checked  the unfinished cells, as `check` returned them; None: they are checked now
+        Ctrl-C is recorded and raised again; `Audit.open` goes on from there. Raises RunError while another process runs it.
         """
-        self.record["state"] = "running"
-        for number, cell in enumerate(self.unfinished(), start=1):
-            steps = _Steps(cell.name, (number - 1) * units, on_step)
-            state = self.state(cell)
+        how = how or How()
+        busy = f"audit '{self.path.name}' is being run by another process; wait for it to end."
+        with locked(self.path / ".lock", busy):
+            self.record["state"] = "running"
+            left = check(self.plan, self.unfinished()) if checked is None else checked
+
+            def changed(progress: Progress) -> None:
+                self._note(progress)
+                how.on_change(progress)
+
             try:
-                self._run(cell, state, steps, executor)
+                work.run(left, self.plan.assaults(), self.path / "runs", replace(how, on_change=changed))
             except KeyboardInterrupt:
-                state["state"] = self.record["state"] = "interrupted"
+                self.record["state"] = "interrupted"
                 self.save()
                 raise
-            self.save()
-            on_step(f"{cell.name}: {state['state']}", number * units)
-        self.judge()
+            self.judge()
 
-    def _run(self, cell: Cell, state: dict[str, Any], steps: "_Steps", executor: str) -> None:
-        state |= {"state": "running", "reason": ""}
+    def _note(self, progress: Progress) -> None:
+        """Write down how a cell stands."""
+        ending, state = progress.ending, self.record["cells"][progress.cell.name]
+        attacks = [label for label, one in progress.attacks.items() if one.state == "done"]
+        state |= {"state": ending.state, "reason": ending.reason, "traceback": ending.details, "attacks": attacks}
+        state |= {"run": progress.run.name} if progress.run else {}
         self.save()
-        try:
-            run = self._train(cell, state, steps, executor)
-            for name in self.plan.attacks:
-                if name not in state["attacks"]:
-                    api.attack(run, [name], on_victim=steps.victim, executor=executor, **self.plan.attack_options(name))
-                    state["attacks"].append(name)
-                    self.save()
-            state["state"] = "done"
-        except PrivacyError as error:
-            state |= {"state": "refused", "reason": str(error)}
-        except Exception as error:
-            known = error if isinstance(error, PflsecError) else methodfile.blame(error)
-            reason, _, more = str(known or f"{type(error).__name__}: {error}").partition("\n")
-            trace = more if known else "".join(traceback.format_exception(error))
-            state |= {"state": "failed", "reason": reason, "traceback": trace}
-
-    def _train(self, cell: Cell, state: dict[str, Any], steps: "_Steps", executor: str) -> api.Run:
-        """Return the cell's run: trained before, gone on with, or new."""
-        runs = self.path / "runs"
-        how = {"on_round": steps.round, "executor": executor}
-        if (runs / state.get("run", cell.name) / "run.json").is_file():
-            run = api.load_run(runs / state.get("run", cell.name))
-            return run if run.manifest["state"] == "done" else api.resume(run, **how)
-        options: dict[str, Any] = self.plan.options(cell) | {"executor": executor}
-        run = api.train(name=cell.name, runs_dir=runs, on_round=steps.round, **options)
-        state["run"] = run.name
-        return run
 
     def runs(self) -> list[verdict.CellRun]:
         """Return the runs of the cells that are done, each under its cell's name."""
@@ -175,25 +131,6 @@ class Audit:
         write_text(self.path / "verdict.md", verdict.markdown(self.record["name"], found))
         self.save()
         return found
-
-
-@dataclass
-class _Steps:
-    """Counts a cell's rounds and victims."""
-
-    cell: str
-    done: int
-    on_step: OnStep
-
-    def round(self, t: int, metrics: Mapping[str, Any]) -> None:
-        self._step(f"{self.cell}: round {t}")
-
-    def victim(self, name: str, done: int, total: int, row: Mapping[str, Any]) -> None:
-        self._step(f"{self.cell}: {name}, {row['status']}")
-
-    def _step(self, note: str) -> None:
-        self.done += 1
-        self.on_step(note, self.done)
 
 
 def _numbered(name: str, number: int) -> str:

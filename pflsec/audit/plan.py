@@ -5,10 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
-from pflsec.config.attack import AttackConfig, make_attack
 from pflsec.core import methodfile, registry
-from pflsec.core.config import build
 from pflsec.core.errors import ConfigError, RunError
+from pflsec.sweep import plan as sweep
 
 BASELINES = ("fedavg", "fedrep", "ditto")
 ATTACKS = ("dlg", "idlg", "inverting-gradients")
@@ -78,6 +77,14 @@ class Plan:
         own = registry.load("attacks", name).Config.model_fields
         return {k: v for k, v in self.attacking.items() if k in own or k not in ("iterations", "restarts")}
 
+    def as_training(self, cell: Cell) -> sweep.Training:
+        """Return a cell as a sweep runs it."""
+        return sweep.Training(cell.name, self.options(cell))
+
+    def assaults(self) -> list[sweep.Attack]:
+        """Return the attacks as a sweep makes them."""
+        return [sweep.Attack(name, name, self.attack_options(name)) for name in self.attacks]
+
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as audit.json holds it."""
         return asdict(self)
@@ -132,8 +139,8 @@ def make(
         attacking=dict(attacking),
     )
     _check_names(plan)
-    for name in plan.attacks:  # mistakes in their options show now, not after the trainings
-        make_attack(name, build(AttackConfig, plan.attack_options(name), "attack"))
+    for attack in plan.assaults():  # mistakes in their options show now, not after the trainings
+        attack.make()
     return plan
 
 
@@ -160,8 +167,8 @@ def _once(names: Any) -> list[str]:
 
 
 def _cell(label: str, algo: str, role: Role, defense: str, seed: int) -> Cell:
-    word = "".join(c if c.isalnum() or c in "._-" else "-" for c in f"{label}-{defense}".replace("+", ""))
-    return Cell(f"{word[:80]}-s{seed}".replace("..", "-"), label, algo, role, defense, seed)
+    word = sweep.slug(f"{label}-{defense}")[:80]
+    return Cell(f"{word}-s{seed}", label, algo, role, defense, seed)
 
 
 def _check_names(plan: Plan) -> None:

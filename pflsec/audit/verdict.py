@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from pflsec.core.statistics import FEWEST, TOO_FEW, paired_difference, summary
-from pflsec.reports import tables, threats, words
+from pflsec.reports import controls, tables, threats, words
 from pflsec.reports.load import RunData
 from pflsec.reports.words import number, percent
 
@@ -64,6 +64,7 @@ def judge(label: str, runs: Group) -> dict[str, Any]:
         "defended": [compare(group, own[NONE]) for d, group in own.items() if d != NONE and NONE in own],
         "alone": [alone(group) for group in groups.values()],
         "privacy": [privacy(group) for (_, defense), group in groups.items() if defense != NONE],
+        "controls": _controls(data),
         "not_applicable": _not_applicable(leakage),
         "threats": _threats(data, leakage),
         "untested": _untested(data, leakage),
@@ -233,6 +234,19 @@ def _range(values: Mapping[str, float]) -> str:
     return f"{low:.3g}" if low == high else f"{low:.3g} to {high:.3g}"
 
 
+def _controls(data: Sequence[RunData]) -> list[str]:
+    """Return what the controls say of each attack: whether it finds what must leak, and nothing where nothing can be found."""
+    found: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    for run in data:
+        for attack in run.attacks:
+            said = controls.sentence(attack.meta).removeprefix("controls: ")
+            found.setdefault((attack.name, controls.state(attack.meta)), []).append((run.name, said))
+    return [
+        f"{name}: {ones[0][1]}; on {', '.join(run for run, _ in ones) if len(ones) < len(data) else 'every run'}"
+        for (name, _), ones in found.items()
+    ]
+
+
 def _not_applicable(leakage: pd.DataFrame) -> list[str]:
     rows = [row for row in tables.records(leakage) if row["not_applicable"]]
     return [f"{r['attack']} on {r['run']}: {r['not_applicable']} victims: {r['reasons']}" for r in rows]
@@ -290,6 +304,7 @@ def lines(found: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
         "Verdict": compared or ["nothing to compare: no baseline was finished beside the method"],
         "Each method alone": [one["words"] for one in found["alone"]],
         "Guarantees": [one["words"] for one in found["privacy"]],
+        "Controls of the attacks": found["controls"],
         "Refused": [f"{cell}: {reason}" for cell, reason in found.get("refused", {}).items()],
         "Failed": [f"{cell}: {reason}" for cell, reason in found.get("failed", {}).items()],
         "Not applicable": found["not_applicable"],

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 import pflsec
-from pflsec.cli import attack, audit, doctor, frontier, listing, new, report, show, train
+from pflsec.cli import attack, audit, doctor, frontier, listing, new, report, show, sweep, train
 from pflsec.cli.console import say, say_error, show_warnings
 from pflsec.core import methodfile
 from pflsec.core.errors import PflsecError
@@ -32,6 +32,7 @@ app.command("attack")(attack.attack)
 app.command("report")(report.report)
 app.command("frontier")(frontier.frontier)
 app.command("audit")(audit.audit)
+app.command("sweep")(sweep.sweep)
 app.add_typer(new.app, name="new")
 app.command("list")(listing.listing)
 app.command("show")(show.show)

@@ -6,8 +6,9 @@ from typing import Annotated, Any
 import typer
 
 from pflsec.cli import options
-from pflsec.cli.console import duration, megabytes, out, print_json, progress, say
-from pflsec.cli.options import option
+from pflsec.cli.console import out, print_json, progress, say
+from pflsec.cli.options import check_executor, option
+from pflsec.cli.sweep import paced, say_cells, say_price
 from pflsec.core.errors import ConfigError
 from pflsec.core.files import safe_name
 
@@ -63,7 +64,9 @@ def audit(
     threat_model: Annotated[
         str | None, typer.Option(help="A letter of a survey (A eavesdropper ... F malicious server), for both.")
     ] = None,
-    executor: Annotated[str, typer.Option(help="auto, serial or processes; the results are the same bits.")] = "auto",
+    executor: Annotated[
+        str, typer.Option(help="auto, serial, processes or ray; the results are the same bits.")
+    ] = "auto",
     folder: Annotated[Path, typer.Option("--out", help="Folder of all audits.")] = Path("audits"),
     name: Annotated[str | None, typer.Option(help="Name of this audit. [default: of method and data]")] = None,
     resume: Annotated[
@@ -89,13 +92,14 @@ def audit(
     """
     given = {k: v for k, v in locals().items() if v is not None}
 
-    from pflsec.audit.folder import Audit, cost
+    from pflsec.audit.folder import Audit, check
     from pflsec.config.train import TrainConfig
+    from pflsec.sweep.plan import price
+    from pflsec.sweep.work import How
 
     training = {k: v for k, v in given.items() if k in TrainConfig.model_fields and k not in (*OWN, "executor")}
     own = {k: given[k] for k in OWN if k in given}
-    if executor not in ("auto", "serial", "processes"):
-        raise ConfigError(f"--executor {executor} is not known; use auto, serial or processes.")
+    check_executor(executor)
     if resume and (training or own or name):
         raise ConfigError(
             "--resume takes the audit's own plan; of the other options only --executor and --json go with it."
@@ -105,16 +109,22 @@ def audit(
     found = Audit.open(resume) if resume else None
     plan = found.plan if found else _plan(own, training)
     name = safe_name(name or f"{plan.label}-{training.get('data', 'digits').partition(':')[0]}", "audit name")
-    left, price = (found.unfinished() if found else plan.cells()), cost(plan)
-    _print_cells(plan, left, price)
+    left = found.unfinished() if found else plan.cells()
+    cells = check(plan, left)
+    say_cells(cells, plan.assaults())
+    for cell in left:
+        say(f"  {cell.name}: {cell.algo}, {cell.role}, defense {cell.defense}, seed {cell.seed}")
+    cost = price(cells, plan.assaults())
+    say_price(cost)
     if dry_run:
         if json:
-            print_json({"plan": plan.as_dict(), "cells": [cell.name for cell in left], "seconds": price.seconds})
+            seconds = {"seconds": cost.seconds, "attack_seconds": cost.attacking if cost.timed_on else None}
+            print_json({"plan": plan.as_dict(), "cells": [cell.name for cell in left], **seconds})
         return
     made = found or Audit.create(folder, name, plan)
     say(f"audit in {made.path}; after Ctrl-C go on with: pflsec audit --resume {made.path}")
-    with progress(price.units * max(1, len(left)), "step") as bar:
-        made.run(bar.advance, executor, price.units)
+    with progress(max(1, cost.units), "step") as bar:
+        made.run(How(executor, paces=cost.paces, on_step=paced(bar)), cells)
     print_json(made.record) if json else _print_verdict(made)
     if made.record["verdict"]["failed"]:
         raise typer.Exit(1)
@@ -135,15 +145,6 @@ def _plan(own: dict[str, Any], training: dict[str, Any]) -> Any:
         settings=parse_assignments(split_assignments(own.get("settings", []))),
         attacking={k: v for k, v in (own | training).items() if k in (*ATTACKING, "kind")},
     )
-
-
-def _print_cells(plan: Any, left: Any, price: Any) -> None:
-    say(
-        f"{len(left)} of {len(plan.cells())} cells, attacks {', '.join(plan.attacks)}; all trainings take "
-        f"about {duration(price.seconds)} and {megabytes(price.bytes)} on disk, the attacks more time"
-    )
-    for cell in left:
-        say(f"  {cell.name}: {cell.algo}, {cell.role}, defense {cell.defense}, seed {cell.seed}")
 
 
 def _print_verdict(audit: Any) -> None:

@@ -4,7 +4,10 @@ from typing import Annotated, Any
 
 import typer
 
+from pflsec.core.errors import ConfigError
 from pflsec.core.registry import settings_of
+
+EXECUTORS = ("auto", "serial", "processes", "ray")
 
 
 def option(name: str, help: str, *flags: str) -> Any:
@@ -14,6 +17,12 @@ def option(name: str, help: str, *flags: str) -> Any:
     return typer.Option(
         *(flags or (f"--{name.replace('_', '-')}",)), help=f"{help} [default: {shown}]", show_default=False
     )
+
+
+def check_executor(name: str) -> None:
+    """Raise ConfigError for an executor that does not exist."""
+    if name not in EXECUTORS:
+        raise ConfigError(f"--executor {name} is not known; use {', '.join(EXECUTORS)}.")
 
 
 Data = Annotated[

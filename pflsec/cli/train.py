@@ -1,6 +1,5 @@
 """pflsec train."""
 
-import os
 import shutil
 import warnings
 from dataclasses import replace
@@ -14,8 +13,6 @@ from pflsec.cli.console import duration, megabytes, number, print_json, progress
 from pflsec.cli.options import option
 from pflsec.core.errors import ConfigError, PflsecWarning
 from pflsec.core.files import safe_name
-
-WORTH_WORKERS = 60.0  # seconds
 
 
 def train(
@@ -60,6 +57,9 @@ def train(
     executor: Annotated[str | None, option("executor", "auto, serial, processes or ray.")] = None,
     workers: Annotated[int | None, option("workers", "Worker processes.")] = None,
     device: Annotated[str | None, option("device", "auto or cpu.")] = None,
+    track: Annotated[
+        str | None, option("track", "Follow the training with tensorboard, mlflow or tensorboard,mlflow.")
+    ] = None,
     runs_dir: Annotated[Path, typer.Option(help="Folder of all runs.")] = Path("runs"),
     name: Annotated[str | None, typer.Option(help="Name of this run.", show_default=False)] = None,
     config: Annotated[
@@ -81,6 +81,8 @@ def train(
 
       pflsec train --algo scaffold --capture-rounds 0,10 --capture-clients random:2
 
+      pflsec train --algo fedrep --track tensorboard
+
       pflsec train --resume fedrep-digits-s0
     """
     given = {k: v for k, v in locals().items() if v is not None}
@@ -88,13 +90,13 @@ def train(
     from pflsec import api
     from pflsec.config.train import TrainConfig, split_assignments
     from pflsec.core.config import build
-    from pflsec.runtime.estimate import estimate
+    from pflsec.runtime.estimate import best_executor, estimate
 
     given = {k: v for k, v in given.items() if k in TrainConfig.model_fields and k != "settings"}
-    how = {k: given.pop(k) for k in ("executor", "workers") if resume and k in given}
+    how = {k: given.pop(k) for k in ("executor", "workers", "track") if resume and k in given}
     if resume and (given or settings or preset or config or name):
         raise ConfigError(
-            "--resume takes the run's own configuration; of the other options only --executor, --workers and "
+            "--resume takes the run's own configuration; of the other options only --executor, --workers, --track and "
             "--runs-dir go with it."
         )
     if name is not None:
@@ -115,7 +117,7 @@ def train(
         if json:
             print_json({"config": setup.config.model_dump(), "seconds": cost.seconds, "bytes": cost.bytes})
         return
-    executor = _executor(setup.config.executor, cost.seconds)
+    executor = best_executor(setup.config.executor, cost.seconds)
     with progress(setup.config.rounds, "round") as bar:
 
         def on_round(t: int, metrics: Any) -> None:
@@ -151,13 +153,6 @@ def _check_space(runs_dir: Path, needed: int) -> None:
             PflsecWarning,
             stacklevel=2,
         )
-
-
-def _executor(wanted: str, seconds: float) -> str:
-    """Return serial or processes: starting workers takes some seconds, which short runs do not earn back."""
-    if wanted != "auto":
-        return wanted
-    return "processes" if seconds > WORTH_WORKERS and (os.cpu_count() or 1) > 1 else "serial"
 
 
 def _note(metrics: Any) -> str:

@@ -14,6 +14,7 @@ from pflsec.core.files import safe_name
 
 ROUNDS_HELP = "use first, last, numbers such as 0,10,20, every:10, or none"
 CLIENTS_HELP = "use numbers such as 0,1,2 or random:4"
+TRACKERS = ("tensorboard", "mlflow")
 MANY = 1_000_000
 """More clients, rounds or victims than this are a slip of the keyboard."""
 
@@ -65,6 +66,20 @@ class TrainConfig(Config):
     )
     workers: int | None = at_least(1, default=None, about="worker processes; none: one per core")
     device: str = option(default="auto")
+    track: list[str] = Field(default_factory=list)
+    """Trackers of experiments that follow the training; see pflsec.tracking."""
+
+    @field_validator("track", mode="before")
+    @classmethod
+    def _split_trackers(cls, value: Any) -> Any:
+        return [word.strip() for word in value.split(",")] if isinstance(value, str) else value
+
+    @field_validator("track")
+    @classmethod
+    def _known_trackers(cls, value: list[str]) -> list[str]:
+        if strange := [name for name in value if name not in TRACKERS]:
+            raise ConfigError(unknown("tracker", strange[0], TRACKERS))
+        return list(dict.fromkeys(value))
 
     @field_validator("algo")
     @classmethod

@@ -55,11 +55,12 @@ def build(model: type[C], values: Mapping[str, Any], where: str, source: str = "
     try:
         return model(**values)
     except ValidationError as error:
-        problems = "; ".join(_sentence(model, dict(problem), where) for problem in error.errors())
+        problems = "; ".join(sentence(model, dict(problem), where) for problem in error.errors())
         raise ConfigError(f"{problems} From {source}.") from None
 
 
-def _sentence(model: type[BaseModel], problem: dict[str, Any], where: str) -> str:
+def sentence(model: type[BaseModel], problem: Mapping[str, Any], where: str) -> str:
+    """Return what is wrong with one value, from a problem as pydantic describes it."""
     name = ".".join(str(part) for part in problem["loc"]) or "configuration"
     if problem["type"] == "extra_forbidden":
         known = ", ".join(sorted(model.model_fields)) or "none"

@@ -14,6 +14,10 @@ class ConfigError(PflsecError):
     """An option, hyper-parameter or name is not acceptable."""
 
 
+class UnfitError(ConfigError):
+    """A method cannot, by its nature, be trained with the network that was asked for."""
+
+
 class DataError(PflsecError):
     """A dataset or partition cannot be used as asked."""
 

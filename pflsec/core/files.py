@@ -1,13 +1,14 @@
 """Reading and writing files: writes are atomic, reads trust nothing, names cannot leave their folder."""
 
 import csv
+import fcntl
 import io
 import json
 import math
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,21 @@ def disk_errors(path: Path):
             f"cannot write {path}: {error.strerror or error}. Check the permissions and the free space of "
             f"{path.parent}, or choose another folder with --runs-dir."
         ) from error
+
+
+@contextmanager
+def locked(path: Path, busy: str) -> Iterator[None]:
+    """Hold a lock file for this process. Raises RunError(busy) while another one holds it; a killed process holds nothing."""
+    with disk_errors(path):
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise RunError(busy) from None
+        yield
+    finally:
+        os.close(handle)
 
 
 def write_bytes(path: Path, data: bytes) -> None:

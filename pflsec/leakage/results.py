@@ -48,12 +48,19 @@ def image_rows(capture: str, score: VictimScore) -> list[dict[str, Any]]:
     return [image.row() | {"capture": capture} for image in score.images]
 
 
+def facts(folder: Path) -> dict[str, Any]:
+    """Return attack.json; {} where the folder holds no results, or damaged or foreign ones."""
+    try:
+        found = read_json(folder / "attack.json", "attack")
+    except RunError:
+        return {}
+    return found if isinstance(found, dict) and found.get("schema") == SCHEMA else {}
+
+
 def victims_in(folder: Path) -> int:
     """Return of how many victims the folder holds results; 0 where it holds none, or damaged ones."""
-    try:
-        return len(read_json(folder / "attack.json", "attack")["victims"])
-    except (RunError, KeyError, TypeError):
-        return 0
+    found = facts(folder).get("victims")
+    return len(found) if isinstance(found, dict) else 0
 
 
 def write(

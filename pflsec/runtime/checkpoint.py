@@ -4,10 +4,8 @@ A run that was killed at any moment and is resumed equals an uninterrupted one, 
 the configuration and of named random streams.
 """
 
-import fcntl
 import hashlib
 import json
-import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pflsec.core.errors import PflsecWarning, RunError
-from pflsec.core.files import disk_errors, read_json, write_bytes, write_json, write_text
+from pflsec.core.files import disk_errors, locked, read_json, write_bytes, write_json, write_text
 from pflsec.core.items import Items, prefixed, without_prefix
 from pflsec.core.tensors import read_items, to_bytes
 from pflsec.runtime.folder import RunFolder
@@ -131,16 +129,6 @@ def _clients_round(line: str) -> float:
 @contextmanager
 def alone(folder: RunFolder) -> Iterator[None]:
     """Hold the run for this process. Raises RunError while another one trains it; a killed process holds nothing."""
-    path = folder.path / ".lock"
-    with disk_errors(path):
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise RunError(
-                f"run '{folder.path.name}' is being trained by another process; wait for it to end."
-            ) from None
+    busy = f"run '{folder.path.name}' is being trained by another process; wait for it to end."
+    with locked(folder.path / ".lock", busy):
         yield
-    finally:
-        os.close(handle)

@@ -1,5 +1,6 @@
 """What a run will cost, measured on a few of its own batches before it starts."""
 
+import os
 import time
 from dataclasses import dataclass
 
@@ -12,7 +13,15 @@ from pflsec.training.local import LocalWork
 
 BATCHES = 3
 EPOCHS = 5  # more are not measured but multiplied
+WORTH_WORKERS = 60.0  # seconds
 EVALUATION = 1.3  # testing everybody adds about this much to training
+
+
+def best_executor(wanted: str, seconds: float) -> str:
+    """Return serial or processes for work of so many seconds: starting workers takes some, which short work does not repay."""
+    if wanted != "auto":
+        return wanted
+    return "processes" if seconds > WORTH_WORKERS and (os.cpu_count() or 1) > 1 else "serial"
 
 
 @dataclass(frozen=True)

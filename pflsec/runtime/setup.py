@@ -10,7 +10,7 @@ from pflsec.core.algorithm import Algorithm
 from pflsec.core.buffers import LocalBuffers
 from pflsec.core.config import build as build_config
 from pflsec.core.defense import Defense
-from pflsec.core.errors import ConfigError
+from pflsec.core.errors import ConfigError, UnfitError
 from pflsec.core.inputs import InputSpec
 from pflsec.core.items import Items
 from pflsec.data.datasets import Dataset, load
@@ -98,7 +98,7 @@ def _check_buffers(config: TrainConfig, net: Network, kind: type[Algorithm[Any]]
     policies = {"yes": ("aggregate", "local", "frozen"), "local": ("local", "frozen")}.get(fit, ("frozen",))
     if net.buffers and config.buffers not in policies:
         remedies = " or ".join(f"--buffers {policy}" for policy in policies)
-        raise ConfigError(
+        raise UnfitError(
             f"{config.algo} cannot train the BatchNorm layers of {config.model} (first: {net.batchnorms[0]}) with --buffers "
             f"{config.buffers}: {reason}. Use {remedies}, or a model with GroupNorm, such as resnet18-gn."
         )

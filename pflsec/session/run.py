@@ -43,6 +43,7 @@ OnVictim = Callable[[str, int, int, Mapping[str, Any]], None]
 OnControl = Callable[[str, Mapping[str, Any]], None]
 Row = dict[str, Any]
 NOTHING = "not-applicable"
+SWITCHED_OFF = "switched off with --no-controls"
 PLAIN: Row = {
     "algo": "fedavg",
     "family": "traditional",
@@ -137,6 +138,21 @@ class AttackSession:
             except Exception as error:
                 failures[one.name] = error
         return scores, failures
+
+    def finished(self, name: str, made: Attack[Any]) -> Scores | None:
+        """Return the results of this very attack, measured in the same ways, if it was done before; None otherwise."""
+        path = attack_folder(self.folder, self._id(name, made))
+        meta = results.facts(path)
+        try:
+            unchecked = self.config.controls and meta["controls"]["positive"]["reason"] == SWITCHED_OFF
+            same = meta["state"] == "done" and meta["lpips"]["name"] == self.perceptual.name and not unchecked
+        except (KeyError, TypeError):  # no results, or damaged ones
+            return None
+        return Scores(path) if same else None
+
+    def trial(self, name: str) -> attacking.Attempt:
+        """Attack the first target alone, for the time that it takes. Nothing is scored or written."""
+        return attacking.attempt(self._targets(name)[0])
 
     def run(
         self,
@@ -273,7 +289,7 @@ class AttackSession:
         """Return {control: verdict}: what the controls say of the attack, or why they were not run."""
         absent = ""
         if not self.config.controls:
-            absent = "switched off with --no-controls"
+            absent = SWITCHED_OFF
         elif self.pool is None:
             absent = "the run has no vault"
         elif len(found) == len(self.captures) and all(one.row["status"] == NOTHING for one in found):

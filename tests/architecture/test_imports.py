@@ -30,11 +30,13 @@ ALLOWED = {
     "reports": {"core"},
     "runtime": {"core", "config", "data", "models", "training", "wire"},
     "session": {"core", "config", "data", "runtime", "wire", "leakage", "reports"},
-    "api": {"core", "config", "data", "runtime", "wire", "leakage", "reports", "session"},
-    "audit": {"config", "core", "api", "reports"},
+    "tracking": {"core"},
+    "api": {"core", "config", "data", "runtime", "wire", "leakage", "reports", "session", "tracking"},
+    "sweep": {"config", "core", "runtime", "api", "reports"},
+    "audit": {"config", "core", "api", "reports", "sweep"},
     "testing": {"core", "config", "runtime", "training"},
     "doctor": {"core", "leakage"},
-    "cli": {"audit", "doctor", "core", "config", "data", "runtime", "wire", "leakage", "reports", "api"},
+    "cli": {"audit", "sweep", "doctor", "core", "config", "data", "runtime", "wire", "leakage", "reports", "api"},
 }
 """For each part, the parts that it may import. `api` and `testing` are modules. A new part needs a row of its own."""
 

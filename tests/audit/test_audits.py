@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 
 from pflsec.audit import folder, plan
-from pflsec.audit.folder import Audit, cost
+from pflsec.audit.folder import Audit, check
 from pflsec.core.errors import RunError
-from pflsec.core.files import read_json
+from pflsec.core.files import locked, read_json
 from pflsec.reports import figures
 from pflsec.reports.load import load_run
+from pflsec.sweep.plan import price
+from pflsec.sweep.work import How
 from tests.audit.methods import COUPLED, FAST, FEDAVG, LATE, RAW, SMALL, UNDECLARED, write
 
 DP = "dp-sgd:noise_multiplier=1"
@@ -142,7 +144,7 @@ def test_an_interrupted_audit_goes_on_where_it_was(tmp_path: Path, after: int):
     whole = audit(tmp_path / "whole", "fedrep")
     made = audit(tmp_path, "fedrep", run=False)
     with pytest.raises(KeyboardInterrupt):
-        made.run(stop, units=8)
+        made.run(How(on_step=stop))
     assert list(states(made).values()) == ["interrupted", "planned"]
     again = Audit.open(made.path)
     again.run()
@@ -178,9 +180,29 @@ def test_a_damaged_audit_is_refused(tmp_path: Path, text: str):
 
 
 def test_the_cost_counts_all_cells_and_a_broken_method_stops_nothing(tmp_path: Path):
-    made = plan.make("fedrep", against=["fedavg"], attacks=["ig"], seeds=2, training=SMALL)
-    price = cost(made)
-    assert price.units == 2 + 6  # rounds, then a victim of each attack
-    assert price.seconds > 0
-    broken = plan.make(write(tmp_path / "mine.py", "        raise ValueError\n"), against=[], training=SMALL)
-    assert cost(broken).seconds == 0
+    made = plan.make("fedrep", against=["fedavg"], attacks=["ig"], attacking=FAST, seeds=2, training=SMALL)
+    cost = price(check(made), made.assaults())
+    assert cost.units == 4 * (2 + 6 + 2)  # rounds, victims and controls of each cell
+    assert cost.seconds > 0
+    assert cost.attacking > 0
+    assert cost.timed_on == "fedrep-none-s0"
+    broken = plan.make(
+        write(tmp_path / "mine.py", "        raise ValueError\n"), against=[], training=SMALL, attacking=FAST
+    )
+    nothing = price(check(broken), broken.assaults())
+    assert (nothing.seconds, nothing.attacking, nothing.timed_on) == (0, 0, "")
+
+
+def test_two_processes_do_not_run_one_audit(tmp_path: Path):
+    made = audit(tmp_path, "fedrep", run=False)
+    with locked(made.path / ".lock", ""), pytest.raises(RunError, match="another process"):
+        made.run()
+    assert set(states(made).values()) == {"planned"}
+
+
+def test_the_verdict_says_what_the_controls_of_each_attack_show(tmp_path: Path):
+    made = audit(tmp_path, "fedrep", against=[], attacks=["analytic"], attacking={})
+    assert made.record["verdict"]["controls"] == ["analytic: passed; on every run"]
+    assert "## Controls of the attacks\n\n- analytic: passed; on every run" in (made.path / "verdict.md").read_text()
+    weak = audit(tmp_path / "weak", "fedrep", against=[])  # three iterations find nothing, not even what must leak
+    assert "no evidence of privacy" in weak.record["verdict"]["controls"][0]

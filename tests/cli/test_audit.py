@@ -63,8 +63,10 @@ def test_a_refused_cell_is_no_failure(cli: Cli):
 
 
 def test_a_dry_run_lists_the_cells_and_writes_nothing(cli: Cli, tmp_path: Path):
-    done = cli.succeed("audit", "fedrep", "--defenses", "none,dp-sgd:epsilon=8", "--seeds", "2", *SMALL, "--dry-run")
+    defenses = ("--defenses", "none,dp-sgd:epsilon=8")
+    done = cli.succeed("audit", "fedrep", *defenses, "--seeds", "2", *SMALL, *QUICK, "--dry-run")
     assert "fedrep-dp-sgd-epsilon-8-s1" in done.err
+    assert "the attacks take very roughly" in done.err
     assert list(tmp_path.iterdir()) == []
 
 

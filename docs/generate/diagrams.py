@@ -27,11 +27,12 @@ def box(x: int, y: int, width: int, height: int, color: str, *lines: str, dashed
     dash = " stroke-dasharray='5 4'" if dashed else ""
     top = y + height / 2 - 9.5 * (len(lines) - 1) + 5
     words = "".join(
-        f"<text x='{x + width / 2}' y='{top + 19 * i}' text-anchor='middle'{' font-weight=%s' % repr('bold') if i == 0 else ''}>"
-        f"{escape(line)}</text>"
+        f"<text x='{x + width / 2}' y='{top + 19 * i}' text-anchor='middle' font-weight='{400 if i else 700}'>{escape(line)}</text>"
         for i, line in enumerate(lines)
     )
-    return f"<rect x='{x}' y='{y}' width='{width}' height='{height}' rx='6' fill='{color}' stroke='{LINE}'{dash}/>{words}"
+    return (
+        f"<rect x='{x}' y='{y}' width='{width}' height='{height}' rx='6' fill='{color}' stroke='{LINE}'{dash}/>{words}"
+    )
 
 
 def arrow(x1: int, y1: int, x2: int, y2: int) -> str:
@@ -46,8 +47,8 @@ def note(x: int, y: int, words: str, anchor: str = "middle", color: str = INK) -
 
 def rule(x: int, y1: int, y2: int, words: str) -> str:
     """Return a vertical dashed line with a word above it."""
-    return (
-        f"<path d='M{x} {y1}L{x} {y2}' stroke='{LINE}' stroke-width='1.4' stroke-dasharray='3 5'/>" + note(x, y1 - 8, words)
+    return f"<path d='M{x} {y1}L{x} {y2}' stroke='{LINE}' stroke-width='1.4' stroke-dasharray='3 5'/>" + note(
+        x, y1 - 8, words
     )
 
 

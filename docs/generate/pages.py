@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import click
 from typer.main import get_command
 
 from pflsec.cli.app import app
@@ -88,7 +87,12 @@ def index(group: str) -> str:
     lines = [f"# {TITLES[group]}", ""]
     if group == "algorithms":
         for family, names in families().items():
-            lines += [f"## {words(family)}", "", *table(["method", "what it is", "private training"], map(_line, names)), ""]
+            lines += [
+                f"## {words(family)}",
+                "",
+                *table(["method", "what it is", "private training"], map(_line, names)),
+                "",
+            ]
     else:
         rows = [[f"[{n}]({n}.md)", text(registry.card(group, n).title)] for n in registry.names(group)]
         lines += [*table([SINGULAR[group], "what it is"], rows), ""]
@@ -209,9 +213,13 @@ def _settings(card: registry.Card) -> list[str]:
     cited = sorted({source for s in card.settings for source in s.cited}, key=lambda s: (s != "paper", s))
     header = ["setting", "default", "allowed", *(SOURCE.get(s, s) for s in cited), "meaning"]
     rows = [
-        [code(s.name), code(s.default), text(s.rule or allowed(s.type)), *(text(s.cited.get(c, "")) for c in cited), text(s.about)]
+        [
+            *(code(s.name), code(s.default), text(s.rule or allowed(s.type))),
+            *(text(s.cited.get(source, "")) for source in cited),
+            text(s.about),
+        ]
         for s in card.settings
-    ]  # fmt: skip
+    ]
     how = f"`--defense {card.key}:NAME=VALUE,...`" if card.group == "defenses" else "`--set NAME=VALUE`"
     return ["## Settings", "", f"Given as {how}.", "", *table(header, rows), ""]
 
@@ -220,7 +228,9 @@ def _presets(name: str, card: registry.Card) -> list[str]:
     if not (presets := card.attributes.get("presets")):
         return []
     lines = ["## Presets", "", "Published settings, with those of the common options that the source names.", ""]
-    rows = [[code(f"--preset {p}"), code(", ".join(f"{k}={v}" for k, v in values.items()))] for p, values in presets.items()]
+    rows = [
+        [code(f"--preset {p}"), code(", ".join(f"{k}={v}" for k, v in values.items()))] for p, values in presets.items()
+    ]
     return [*lines, *table(["preset", "sets"], rows), ""]
 
 
@@ -230,7 +240,12 @@ def _measurements(name: str) -> list[str]:
         return []
     lines = ["## What the tables say", ""]
     for one in found:
-        lines += [f"{text(one.caption)} ([whole table](../../tables/{one.file}))", "", *table(one.header, [one.row]), ""]
+        lines += [
+            f"{text(one.caption)} ([whole table](../../tables/{one.file}))",
+            "",
+            *table(one.header, [one.row]),
+            "",
+        ]
     return [*lines, "How these were made: [accuracy](../../accuracy.md), [leakage](../../leakage.md). What a low number does "
             "and does not mean: [reading low numbers](../../low-numbers.md).", ""]  # fmt: skip
 
@@ -276,12 +291,14 @@ def cells(line: str) -> list[str]:
 def commands() -> str:
     """Return the page of all commands with their options, as `--help` says."""
     lines = ["# Commands", "", "What `pflsec COMMAND --help` prints.", ""]
-    group = get_command(app)
-    assert isinstance(group, click.Group) or hasattr(group, "commands")
-    for path, command in _leaves("pflsec", getattr(group, "commands")):  # noqa: B009
+    program: Any = get_command(app)
+    for path, command in _leaves("pflsec", program.commands):
         lines += [f"## {path}", "", *_help(inspect.cleandoc(command.help or "")), ""]
         rows = [
-            [code(" ".join(p.opts) if p.opts[0].startswith("-") else p.metavar or p.name), text(getattr(p, "help", "") or "")]
+            [
+                code(" ".join(p.opts) if p.opts[0].startswith("-") else p.metavar or p.name),
+                text(getattr(p, "help", "") or ""),
+            ]
             for p in command.params
         ]
         lines += [*table(["argument or option", "meaning"], rows), ""]
@@ -316,7 +333,10 @@ def text(value: str) -> str:
 
 def code(value: str) -> str:
     """Return text as code, also within a cell of a table."""
-    return f"<code>{html.escape(str(value), quote=False).replace('|', '&#124;').replace('*', '&#42;').replace('_', '&#95;')}</code>"
+    shown = html.escape(str(value), quote=False)
+    for sign in "|*_":
+        shown = shown.replace(sign, f"&#{ord(sign)};")
+    return f"<code>{shown}</code>"
 
 
 def words(family: str) -> str:

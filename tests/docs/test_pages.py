@@ -4,8 +4,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
-import click
 import pytest
 from typer.main import get_command
 
@@ -17,13 +17,12 @@ PAGES = documents()
 NAMES = [str(page.relative_to(REPOSITORY)) for page in PAGES]
 
 
-def leaf(words: list[str]) -> tuple[click.Command, list[str]]:
+def leaf(words: list[str]) -> tuple[Any, list[str]]:
     """Return the command that the words of a line call, and the words that are left."""
-    command, rest = get_command(app), words[1:]
-    while rest and isinstance(getattr(command, "commands", None), dict):
-        assert rest[0] in command.commands or rest[0].startswith("-"), f"{' '.join(words)}: no command {rest[0]}"
-        if rest[0].startswith("-"):
-            break
+    command: Any = get_command(app)
+    rest = words[1:]
+    while rest and hasattr(command, "commands") and not rest[0].startswith("-"):
+        assert rest[0] in command.commands, f"{' '.join(words)}: no command {rest[0]}"
         command, rest = command.commands[rest[0]], rest[1:]
     return command, rest
 
@@ -78,6 +77,10 @@ def test_a_page_with_a_wrong_block_fails(tmp_path: Path):
     page.write_text("```python\nassert 1 == 2\n```\n")
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.docs.play", str(page)], cwd=tmp_path, env=environment, capture_output=True, check=False
+        [sys.executable, "-m", "tests.docs.play", str(page)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        check=False,
     )
     assert done.returncode == 1

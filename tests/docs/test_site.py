@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
@@ -103,10 +104,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)],
-        cwd=REPOSITORY, capture_output=True, text=True, check=False,
+        cwd=REPOSITORY, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "WARNING" not in done.stderr
+    assert (done.returncode, done.stderr) == (0, "")
     return folder
 
 
@@ -118,7 +118,9 @@ def test_the_site_has_all_pages_and_can_be_searched(site, made):
 
 
 def test_no_page_loads_anything_from_elsewhere(site):
-    found = {(page.name, tag) for page in site.rglob("*.html") for tag in EXTERNAL.findall(page.read_text(encoding="utf8"))}
+    found = {
+        (page.name, tag) for page in site.rglob("*.html") for tag in EXTERNAL.findall(page.read_text(encoding="utf8"))
+    }
     assert found == set()
 
 

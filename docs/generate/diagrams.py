@@ -26,8 +26,9 @@ def box(x: int, y: int, width: int, height: int, color: str, *lines: str, dashed
     """Return a box with centred lines of text, the first one bold."""
     dash = " stroke-dasharray='5 4'" if dashed else ""
     top = y + height / 2 - 9.5 * (len(lines) - 1) + 5
+    middle = f"x='{x + width / 2}' text-anchor='middle'"
     words = "".join(
-        f"<text x='{x + width / 2}' y='{top + 19 * i}' text-anchor='middle' font-weight='{400 if i else 700}'>{escape(line)}</text>"
+        f"<text {middle} y='{top + 19 * i}' font-weight='{400 if i else 700}'>{escape(line)}</text>"
         for i, line in enumerate(lines)
     )
     return (

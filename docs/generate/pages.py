@@ -9,6 +9,7 @@ import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -132,10 +133,8 @@ def _use(group: str, name: str, card: registry.Card) -> list[str]:
 
 
 def _sections(card: registry.Card) -> list[str]:
-    lines = []
-    for label, value in card.sections.items():
-        lines += [label, f":   {code(value) if label in FORMULAS else text(value)}", ""]
-    return lines
+    rows = [[f"**{label}**", code(v) if label in FORMULAS else text(v)] for label, v in card.sections.items()]
+    return [*table(["", ""], rows), ""]
 
 
 def _method(name: str) -> list[str]:
@@ -313,11 +312,13 @@ def _leaves(path: str, commands: Mapping[str, Any]) -> Iterator[tuple[str, Any]]
             yield f"{path} {name}", command
 
 
-def _help(said: str) -> list[str]:
-    before, _, examples = said.partition("Examples:")
-    lines = [text(" ".join(before.split()))]
-    listed = [line.strip() for line in examples.splitlines() if line.strip()]
-    return [*lines, "", "```text", *listed, "```"] if listed else lines
+def _help(said: str) -> Iterator[str]:
+    """Yield a command's help as Markdown: what is indented in it, commands and contents of files, becomes a block."""
+    for indented, paragraphs in groupby(said.split("\n\n"), lambda paragraph: paragraph.startswith("  ")):
+        if indented:
+            yield from ("```text", *(paragraph.strip() for paragraph in paragraphs), "```", "")
+        else:
+            yield from (f"{text(paragraph)}\n" for paragraph in paragraphs)
 
 
 def table(header: Sequence[str], rows: Any) -> list[str]:
@@ -334,7 +335,7 @@ def text(value: str) -> str:
 def code(value: str) -> str:
     """Return text as code, also within a cell of a table."""
     shown = html.escape(str(value), quote=False)
-    for sign in "|*_":
+    for sign in "|*_`[]\\":
         shown = shown.replace(sign, f"&#{ord(sign)};")
     return f"<code>{shown}</code>"
 

@@ -17,7 +17,7 @@ done
 pflsec train --algo fedavg --defense dp-sgd:epsilon=30 --rounds 10 --capture-rounds last --victims 1 \
     --name fedavg-epsilon-30 --runs-dir frontier
 for run in fedavg fedrep fedper ditto fedproto fedavg-epsilon-30; do
-    pflsec attack ig $run --iterations 120 --restarts 1 --set precision=float32 --runs-dir frontier
+    pflsec attack ig $run --iterations 400 --restarts 1 --set precision=float32 --runs-dir frontier
 done
 pflsec frontier --runs-dir frontier
 cp frontier/frontier/frontier.png "$images/frontier.png"

@@ -56,7 +56,7 @@ def test_a_page_holds_all_that_the_card_says(generator, made, group, name):
     page, card = made[generator.uri(group, name)], registry.card(group, name)
     assert generator.text(card.title) in page
     for label, value in card.sections.items():
-        assert f"\n{label}\n:   " in page
+        assert f"\n| **{label}** | " in page
         assert generator.text(value) in page or generator.code(value) in page
     for setting in card.settings:
         (row,) = [line for line in page.splitlines() if line.startswith(f"| {generator.code(setting.name)} | ")]

@@ -101,7 +101,8 @@ def registered_card(group: str, name: str) -> Card:
     tree = _tree(entry.module)
     if tree is None:
         raise ConfigError(f"{group.removesuffix('s')} '{name}': the module {entry.module} is not installed.")
-    return _card(tree, entry.attr, name, group, entry.module.split(".")[-2])
+    *_, family = entry.module.split(".")[:-1] or [entry.module]
+    return _card(tree, entry.attr, name, group, family)
 
 
 def _from_file(group: str, name: str) -> bool:

@@ -109,3 +109,18 @@ class Mine:
     assert (first.name, first.type, first.default, first.about) == ("mu", "float", "0.5", "weight")
     assert (first.cited, first.rule) == ({"paper": "1"}, ">= 0")
     assert [s.name for s in card.settings] == ["mu", "on"]
+
+
+def test_a_strangers_module_need_not_lie_in_a_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, request: pytest.FixtureRequest
+):
+    (tmp_path / "alone.py").write_text('"""Alone: one file."""\n\n\nclass Alone:\n    key = "alone"\n')
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(
+        registry, "_entries", lambda group: {"alone": EntryPoint("alone", "alone:Alone", "pflsec.attacks")}
+    )
+    request.addfinalizer(registry.registered_card.cache_clear)
+    assert (registry.card("attacks", "alone").title, registry.card("attacks", "alone").family) == (
+        "Alone: one file.",
+        "alone",
+    )

@@ -18,7 +18,12 @@ def _squared_norm(items: Mapping[str, Tensor]) -> Tensor:
     """Return |items|^2 as one vector, but at least EPS. float32 sums would hide the last part of a descent."""
     if not items:
         return torch.tensor(EPS, dtype=torch.float64)
-    return torch.stack([v.double().square().sum() for v in items.values()]).sum().clamp(min=EPS)
+    return torch.stack([_dot(v.double(), v.double()) for v in items.values()]).sum().clamp(min=EPS)
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    """Return the inner product of two tensors as vectors, 0-d; no product is written out, here or in the gradient."""
+    return torch.dot(a.flatten(), b.flatten())
 
 
 def relative_squared(seen: Mapping[str, Tensor]) -> Objective:
@@ -50,7 +55,8 @@ def squared(seen: Mapping[str, Tensor]) -> Objective:
 
     def distance(guess: Items) -> Tensor:
         same_names(guess, same)
-        return torch.stack([(guess[k].double() - v).square().sum() for k, v in same.items()]).sum()
+        apart = [guess[k].double() - v for k, v in same.items()]
+        return torch.stack([_dot(d, d) for d in apart]).sum()
 
     return distance
 
@@ -62,7 +68,8 @@ def cosine(seen: Mapping[str, Tensor]) -> Objective:
 
     def distance(guess: Items) -> Tensor:
         same_names(guess, unit)
-        inner = torch.stack([(guess[k].double() * v).sum() for k, v in unit.items()]).sum()
-        return 1 - inner / _squared_norm(guess).sqrt()
+        exact = {k: guess[k].double() for k in unit}
+        inner = torch.stack([_dot(exact[k], v) for k, v in unit.items()]).sum()
+        return 1 - inner / _squared_norm(exact).sqrt()
 
     return distance

@@ -7,7 +7,8 @@ Method   No search. One text: the lengths of its rows along their common directi
          rows of words that one text has to itself lie along its u_b, and all others between; then each text as if alone.
 Limits   Counts are found up to a common factor for each text, and no order of the words. Where a text has fewer than two words
          to itself, or the directions depend on each other (always, of more texts than classes - 1), the set of all words for
-         each text. Only networks that read a bag of words have such rows. Where more rows have moved than there is room for (noise), the largest. Label: by rule for one text.
+         each text. Only networks that read a bag of words have such rows. Where more rows have moved than there is room for
+         (noise), the largest. Label: by rule for one text.
 """
 
 from typing import ClassVar

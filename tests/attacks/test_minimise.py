@@ -266,3 +266,16 @@ def test_every_evaluation_is_counted():
         best.see(value, {"x": torch.tensor([value])})
     assert (best.calls, best.objective, best.first) == (4, 2.0, 3.0)
     assert best.free["x"].item() == 2.0
+
+
+def test_lbfgs_keeps_its_curvature_near_a_solution():
+    """A narrow valley: without the scale, torch leaves curvature out once steps times slopes are below 1e-10."""
+    widths = torch.logspace(0, -5, 40, dtype=torch.float64)
+
+    def valley(free: Free) -> tuple[Tensor, Tensor]:
+        away = free["x"] - 1
+        value = (widths * (away.square() + away**4)).sum() / 100
+        return value, value.detach()
+
+    scaled, plain = (descend(valley, start(*[0.0] * 40), [lbfgs(8, scale=s)], WIDE).objective for s in (1e6, 1.0))
+    assert scaled < plain / 10

@@ -12,6 +12,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -85,10 +86,8 @@ class MLflow:
     def __init__(self, folder: Path, name: str, params: Mapping[str, str]):
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # the one local store of the light package
-        from mlflow.tracking import MlflowClient
-
         uri = os.environ.get("MLFLOW_TRACKING_URI") or (folder / "mlflow").absolute().as_uri()
-        self.client = MlflowClient(tracking_uri=uri)
+        self.client = import_module("mlflow.tracking").MlflowClient(tracking_uri=uri)
         note = folder / "mlflow.json"
         known = read_json(note, "the note of the MLflow run") if note.exists() else {}
         self.known = -1

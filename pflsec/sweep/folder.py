@@ -9,7 +9,7 @@ from typing import Any
 from pflsec.core.errors import RunError
 from pflsec.core.files import disk_errors, locked, to_csv, write_json, write_text
 from pflsec.reports import controls, tables
-from pflsec.reports.frontier import write as write_frontier
+from pflsec.reports.frontier_page import write as write_frontier
 from pflsec.reports.load import RunData, load_run
 from pflsec.reports.page import write as write_page
 from pflsec.sweep import work

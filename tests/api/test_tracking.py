@@ -70,7 +70,7 @@ def test_mlflow_has_one_run_with_parameters_and_every_round_once(tmp_path: Path,
 @needs("mlflow")
 def test_a_tracking_server_of_the_users_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "server").as_uri())
-    run = api.train(runs_dir=tmp_path, name="a", track="mlflow", **(OPTIONS | {"rounds": 1}))
+    run = api.train(runs_dir=tmp_path, name="a", track="mlflow", **{**OPTIONS, "rounds": 1})
     assert not (run.path / "tracking/mlflow").exists()
     assert list((tmp_path / "server").glob("*/*/metrics/accuracy/mean"))
 

@@ -97,7 +97,8 @@ class Federated:
         }
         self.on_exchanged(self.state(), played, server)
         self._commit(server, played)
-        losses = [played.outcomes[c].train_loss for c in sorted(played.outcomes)]  # workers end in any order
+        found = [played.outcomes[c].train_loss for c in sorted(played.outcomes)]  # workers end in any order
+        losses = [loss for loss in found if loss is not None]
         metrics: dict[str, Any] = {
             "round": t,
             "lr": learning_rate(setup, t),

@@ -48,11 +48,11 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a job gives back, and how it went."""
+    """What a job gives back, and how it went. train_loss: the mean over its steps, None where no step had a row."""
 
     client: int
     done: Done
-    train_loss: float
+    train_loss: float | None
     steps: int
     seconds: float
     spent: tuple[Spend, ...] = ()
@@ -163,8 +163,8 @@ def work(setup: Setup, job: Job) -> Outcome:
                 f"{where}: '{bad}' of the {what} is not finite after local training. Lower --lr (now {ctx.lr:g}); "
                 "the results of earlier rounds are kept."
             )
-    loss = float(torch.stack(ctx.losses).mean()) if ctx.losses else float("nan")
-    if ctx.losses and not math.isfinite(loss):
+    loss = float(torch.stack(ctx.losses).mean()) if ctx.losses else None
+    if loss is not None and not math.isfinite(loss):
         raise TrainingError(
             f"{where}: the training loss is not finite. Lower --lr (now {ctx.lr:g}); the results of earlier rounds are kept."
         )

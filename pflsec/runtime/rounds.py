@@ -98,7 +98,8 @@ class Federated:
         self._warn_if_still(played, trained)
         self.on_exchanged(self.state(), played, server)
         self._commit(server, played)
-        losses = [played.outcomes[c].train_loss for c in sorted(played.outcomes)]  # workers end in any order
+        found = [played.outcomes[c].train_loss for c in sorted(played.outcomes)]  # workers end in any order
+        losses = [loss for loss in found if loss is not None]
         metrics: dict[str, Any] = {
             "round": t,
             "lr": learning_rate(setup, t),

@@ -11,7 +11,7 @@ def test_every_test_that_the_table_names_exists():
     defined = set(
         re.findall(r"^def (test_\w+)", "".join(p.read_text(encoding="utf8") for p in TESTS.rglob("*.py")), re.M)
     )
-    named = set(re.findall(r"`(test_\w+)`", TABLE))
+    named = set(re.findall(r"(?:`|::)(test_\w+)`", TABLE))
     assert named
     assert sorted(named - defined) == []
 

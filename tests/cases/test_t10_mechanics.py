@@ -62,6 +62,22 @@ def test_u115_a_client_with_many_empty_batches_trains_to_the_end():
     assert math.isfinite(metrics["epsilon"])
 
 
+def test_u115_a_client_whose_batches_are_all_empty_has_no_loss_and_the_round_has_the_others():
+    """Of 2 rows in batches of 1, both steps draw nobody in one round of 16."""
+    made = toys.setup(
+        "fedavg", data=toys.dataset([2, 2]), defense=["dp-sgd:noise_multiplier=1"], batch_size=1, local_epochs=1,
+        dp_seed=1, rounds=40,
+    )  # fmt: skip
+    federated, alone = Federated(made), 0
+    for _ in range(40):
+        metrics, rows = federated.advance()
+        losses = [row["train_loss"] for row in rows if row["train_loss"] is not None]
+        assert all(math.isfinite(loss) for loss in losses)
+        assert metrics["train_loss"] == (sum(losses) / len(losses) if losses else None)
+        alone += len(losses) == 1
+    assert alone
+
+
 def test_u116_a_norm_over_single_values_is_refused_and_one_over_pairs_passes_its_input_on():
     """GroupNorm of 4 features in 4 groups would make every feature 0."""
 

@@ -56,7 +56,7 @@ def update(folder: Path, count: int, scale: float) -> dict[str, Any]:
 
 
 def doubts(folder: Path, count: int, scale: float, scored: bool) -> list[str]:
-    given = update(folder, count, scale) | ({"truth": folder / "truth.npz"} if scored else {})
+    given: dict[str, Any] = update(folder, count, scale) | ({"truth": folder / "truth.npz"} if scored else {})
     options = {"shape": toys.SHAPE, "classes": toys.CLASSES, "lr": 0.1, "lpips": "none", "images": count}
     return api.UpdateSession("idlg", **given, options=options).doubts
 

@@ -1,6 +1,7 @@
 """A defense: a pure transformation of messages at one of the three seams of the channel."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import ClassVar, Generic, Literal, Protocol, TypeVar
 
 import torch
@@ -14,6 +15,30 @@ C = TypeVar("C", bound=Config)
 
 Spend = tuple[float, float, int]
 """Noisy steps of one kind: (noise multiplier, sample rate, number of steps)."""
+
+
+INDEX = 32  # bits of the place of a coordinate within its item
+
+
+@dataclass(frozen=True)
+class Coding:
+    """How the change of an item is written on the wire.
+
+    bits    of a coordinate; None: as many as the tensor's
+    scale   bits beside them, once an item
+    sparse  coordinates that are zero are left out: the others go with their places, or behind a mask, whichever is shorter
+    """
+
+    bits: int | None = None
+    scale: int = 0
+    sparse: bool = False
+
+    def size(self, change: Tensor) -> int:
+        """Return the bytes of one item's change."""
+        bits, count = self.bits or 8 * change.element_size(), change.numel()
+        sent = int(torch.count_nonzero(change))
+        ways = [sent * (bits + INDEX), count + sent * bits] if self.sparse and sent < count else [count * bits]
+        return -(-(min(ways) + self.scale) // 8)
 
 
 class Guard(Protocol):
@@ -64,6 +89,10 @@ class Defense(Generic[C]):
         """Return the protected message. `reference` holds what each item counts from (pflsec.core.change); items that it
         lacks are left as they are."""
         raise TypeError(f"{type(self).__name__} does not define protect(); every uplink defense must.")
+
+    def coding(self, before: Coding) -> Coding:
+        """Return how what `protect` returns is written, given how its argument would be: whole numbers, for most."""
+        return Coding()
 
     def adapt(self, guess: Items, seen: Items) -> Items:
         """Return what this defense makes of the change that a guess would have caused, differentiable: how an attacker who

@@ -30,7 +30,7 @@ def mechanism(setup: Setup) -> StepDefense[Any] | None:
         support = setup.algorithm.dp_support
         treated = support.startswith("partial") and release(setup) is not None
         if support != "full" and not treated:
-            remedy = "add --defense dp-release" if support.startswith("partial") else f"or no {found.key}"
+            remedy = "or add --defense dp-release" if support.startswith("partial") else f"or no {found.key}"
             raise PrivacyError(
                 f"{setup.config.algo} cannot be trained under {found.key} ({support}). Choose another method, {remedy}."
             )

@@ -428,7 +428,8 @@ def covered(case: Case) -> bool:
 @pytest.mark.parametrize("case", [c for c in every_sending_case() if covered(c)], ids=str)
 @pytest.mark.parametrize("after", [0, 2])
 def test_where_private_training_covers_all_nothing_goes_round_the_gradients(case: Case, after: int):
-    """By gradients and class sums of noise alone, what is sent and what is kept are the same bits whatever the data; or it is refused."""
+    """By gradients and class sums of noise alone, what is sent and what is kept are the same bits whatever the data; or it is
+    refused."""
     try:
         one, other = (blind(case, after, seed) for seed in (0, 1))
     except PrivacyError:

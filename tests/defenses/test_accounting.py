@@ -63,7 +63,7 @@ def test_without_sampling_prv_is_exact_and_rdp_a_bound_of_it(sigma: float, steps
 
 @pytest.mark.parametrize(("sigma", "rate"), [(1.0, 0.01), (5.0, 0.3)])
 def test_the_divergence_at_whole_orders_is_that_of_opacus(sigma: float, rate: float):
-    orders = [2, 7, 63, 200]
+    orders = [2.0, 7.0, 63.0, 200.0]
     found = [accounting.divergence(sigma, rate, order) for order in orders]
     assert found == pytest.approx(compute_rdp(q=rate, noise_multiplier=sigma, steps=1, orders=orders), rel=1e-6)
 

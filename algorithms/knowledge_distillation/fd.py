@@ -23,6 +23,7 @@ from pflsec.core.algorithm import Algorithm, Done, PrivateStart
 from pflsec.core.config import at_least, option
 from pflsec.core.items import Items
 from pflsec.core.local import Local
+from pflsec.core.network import Net
 from pflsec.core.prototypes import as_table
 from pflsec.training.local import cross_entropy
 
@@ -57,11 +58,18 @@ class FD(Algorithm[FDConfig]):
     Config = FDConfig
     down: ClassVar = {"teacher": "logits [known, C]", "known": "label set [C]"}
     up: ClassVar = {"output": "logits [held, C]", "held": "label set [C]"}
-    dp_support = "none: all that is sent is computed from raw data"
+    dp_support = "partial: output and held are computed from raw data"
     presets: ClassVar = {
         "pfllib": {"space": "logits", "include_self": True, "keep": False, "private_start": "shared", "lr": 0.005,
                    "batch_size": 10, "local_epochs": 1},
     }  # fmt: skip
+
+    def __init__(self, cfg: FDConfig, net: Net, clients: int):
+        super().__init__(cfg, net, clients)
+        if cfg.collect == "train":
+            self.dp_support = (
+                "none: with collect = train the raw outputs of every step are sent; collect = eval sums them once"
+            )
 
     def init_server(self, fresh: Items) -> Items:
         """Return the last rows of every client, [N, C, C], and which there are, [N, C]; a row that is not is zero."""
@@ -81,12 +89,15 @@ class FD(Algorithm[FDConfig]):
     def local(self, ctx: Local, state: Items, down: Items) -> Done:
         cfg, classes = self.cfg, self.net.classes
         table = as_table(down["teacher"], down["known"])
+        if cfg.space == "probabilities":  # noise can make them negative, of which there is no entropy
+            table = table.clamp(min=0)
         taught, entropy = down["known"].to(table), -torch.xlogy(table, table).sum(1)
         sums = [table.new_zeros(classes, classes + 1)]
 
         def loss(model: Items, x: Tensor, y: Tensor) -> Tensor:
             z, target = self.net.logits(model, x), ctx.one_hot(y)
-            sums.append(class_sums(target, ctx.constant(self.output(z))))
+            if cfg.collect == "train":
+                sums.append(class_sums(target, ctx.constant(self.output(z))))
             goal = target @ table  # zero without a teacher, and so is its cross entropy
             if cfg.space == "probabilities":  # less what no training can change, so that agreement costs nothing
                 off = cross_entropy(z, goal) - target @ entropy
@@ -96,8 +107,8 @@ class FD(Algorithm[FDConfig]):
 
         model = ctx.fit(state, on=loss)
         if cfg.collect == "eval":
-            z = self.net.head(model, ctx.features(model))
-            sums = [class_sums(ctx.one_hot(ctx.targets()), self.output(z))]
+            total, counts = ctx.class_sums(lambda x: self.output(self.net.logits(model, x)))
+            sums = [torch.cat([total, counts[:, None]], 1)]
         total = torch.stack(sums).sum(0)
         held = total[:, -1] > 0
         return Done(state=model, up={"output": total[held, :-1] / total[held, -1:], "held": held})

@@ -88,11 +88,12 @@ class FedPAC(Algorithm[FedPACConfig]):
         return select(server, "body") | head | select(server, "prototype", "known")
 
     def local(self, ctx: Local, state: Items, down: Items) -> Done:
-        cfg, target, before = self.cfg, ctx.one_hot(ctx.targets()), select(down, "body")
-        z, counts = ctx.features(before), target.sum(0)
-        own = class_means(target, z)
+        cfg, before = self.cfg, select(down, "body")
+        sums, counts = ctx.class_sums(lambda x: self.net.features(before, x))
+        squares, _ = ctx.class_sums(lambda x: self.net.features(before, x).square().sum(1, keepdim=True))
+        own = class_means(sums, counts)
         h = own * (counts / ctx.num_samples)[:, None]
-        spread = z.square().sum(1).mean() - h.square().sum()  # >= 0 but for rounding
+        spread = squares.sum() / ctx.num_samples - h.square().sum()  # >= 0 but for rounding, and for noise
         centre = torch.where(down["known"][:, None], down["prototype"], own)
         lam = cfg.lam if down["known"].any() else 0.0  # in the first round nothing is aligned
         train: dict[str, Any] = {"epochs": cfg.head_epochs, "lr": cfg.head_lr, "phase": "head"}
@@ -104,7 +105,8 @@ class FedPAC(Algorithm[FedPACConfig]):
 
         body = ctx.fit(before, on=loss)
         facts = {"label_counts": counts, "feature_mean": h, "variance": spread.clamp(min=0) / ctx.num_samples}
-        up = body | head | {"prototype": class_means(target, ctx.features(body))} | facts | sample_count(ctx)
+        prototype = class_means(*ctx.class_sums(lambda x: self.net.features(body, x)))
+        up = body | head | {"prototype": prototype} | facts | sample_count(ctx)
         return Done(body | head | {"trained": torch.tensor(True)}, up)
 
     def aggregate(self, server: Items, ups: Mapping[int, Items]) -> Items:

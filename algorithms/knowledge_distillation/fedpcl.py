@@ -76,10 +76,9 @@ class FedPCL(Algorithm[FedPCLConfig]):
         body, contrasts = select(state, "body"), self.contrasts(state, down)
         if contrasts:
             body = ctx.fit(body, on=self.contrast(ctx, down))
-        target = ctx.one_hot(ctx.targets()).to(down["mean"])
-        counts = target.sum(0)
+        sums, counts = ctx.class_sums(lambda x: unit(self.net.features(body, x)))
         held = counts > 0
-        table = class_means(target, unit(ctx.features(body)))
+        table = class_means(sums, counts)
         table = unit(table) if self.cfg.renormalise else table
         kept = body | {"table": table, "held": held, "trained": state["trained"] | torch.tensor(contrasts)}
         up = {"prototype": table[held], "held": held}

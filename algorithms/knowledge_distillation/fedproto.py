@@ -59,10 +59,9 @@ class FedProto(Algorithm[FedProtoConfig]):
             return ctx.head_ce(model, z, y) + self.cfg.lam * pulled * (z - target @ table.to(z)).square().mean(1)
 
         model = ctx.fit(select(state, *self.private), on=loss)
-        target = ctx.one_hot(ctx.targets()).to(table.dtype)
-        counts = target.sum(0)
+        sums, counts = ctx.class_sums(lambda x: self.net.features(model, x))
         held = counts > 0
-        prototype = class_means(target, ctx.features(model))[held]
+        prototype = class_means(sums, counts)[held]
         up = {"prototype": prototype, "held": held}
         return Done(state=model | {"held": held}, up=up | ({"counts": counts} if self.cfg.weighting == "count" else {}))
 

@@ -65,7 +65,7 @@ class FedGC(Algorithm[FedGCConfig]):
     up: ClassVar = {
         "body.*": "weights", "embedding": "weights [m, d]", "num_samples?": "counts", "held?": "label set [C]",
     }  # fmt: skip
-    dp_support = "partial: held is the exact set of a client's classes"
+    dp_support = "partial: held is computed from raw data"
     presets: ClassVar = {
         "pfllib": {"correction": 0.005, "query": "mean", "private_start": "shared", "lr": 0.005, "batch_size": 10,
                    "local_epochs": 1},
@@ -89,7 +89,7 @@ class FedGC(Algorithm[FedGCConfig]):
 
     def local(self, ctx: Local, state: Items, down: Items) -> Done:
         first = "held" not in down
-        held = ctx.one_hot(ctx.targets()).sum(0) > 0 if first else down["held"]
+        held = ctx.class_counts() > 0 if first else down["held"]
         rows = state["table"][held] if first else down["embedding"]
 
         def loss(model: Items, x: Tensor, y: Tensor) -> Tensor:

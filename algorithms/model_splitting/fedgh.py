@@ -71,10 +71,9 @@ class FedGH(Algorithm[FedGHConfig]):
 
     def local(self, ctx: Local, state: Items, down: Items) -> Done:
         model = ctx.fit(select(state, "body") | down, on=ctx.ce)
-        target = ctx.one_hot(ctx.targets())
-        counts = target.sum(0)
+        sums, counts = ctx.class_sums(lambda x: self.net.features(model, x))
         held = counts > 0
-        prototype = class_means(target, ctx.features(model))[held]
+        prototype = class_means(sums, counts)[held]
         up = {"prototype": prototype, "held": held} | ({"counts": counts} if self.cfg.weighting == "count" else {})
         return Done(state=model | {"trained": torch.tensor(True)}, up=up)
 
@@ -84,6 +83,8 @@ class FedGH(Algorithm[FedGHConfig]):
         z, y = (
             torch.cat(parts) for parts in zip(*((u["prototype"], u["held"].nonzero()[:, 0]) for u in sent), strict=True)
         )
+        if not len(y):  # noise can leave no class of any client
+            return server | {"turn": server["turn"] + 1}
         weight = torch.ones_like(z[:, 0])
         if cfg.weighting == "count":
             weight = torch.cat([up["counts"][up["held"]] for up in sent])

@@ -61,7 +61,7 @@ class FedRoD(Algorithm[FedRoDConfig]):
         "body.*": "weights", "head.*": "weights", "num_samples?": "counts", "nu.in?": "weights [h, C]",
         "nu.in_bias?": "weights [h]", "nu.out?": "weights [p, h]", "nu.out_bias?": "weights [p]",
     }  # fmt: skip
-    dp_support = "none: the exact class counts of all rows shift the loss of every example"
+    dp_support = "partial: the class counts that shift the loss of every example are computed from raw data"
     batchnorm = "yes"
     presets: ClassVar = {"pfllib": {"personal_start": "copy", "lr": 0.005, "batch_size": 10, "local_epochs": 1}}
 
@@ -104,7 +104,7 @@ class FedRoD(Algorithm[FedRoDConfig]):
         """Return the client's classes and the logs of their shares among its rows: counted once, over all of them."""
         if state["counted"]:
             return select(state, "log_share", "held", "counted")
-        return counted(ctx.one_hot(ctx.targets()).sum(0))
+        return counted(ctx.class_counts())
 
     def shift(self, facts: Items) -> Tensor:
         """Return log n^gamma up to a constant, [C]; 0^0 = 1."""
@@ -129,7 +129,7 @@ class FedRoD(Algorithm[FedRoDConfig]):
         """Return the model with the head that the newest shared network makes, newcomers included."""
         if self.cfg.variant == "linear":
             return items
-        facts = counted(ctx.one_hot(ctx.targets()).sum(0))
+        facts = counted(ctx.class_counts())
         return items | prefixed("personal", self.made(items, facts))
 
     def scores(self, items: Items, x: Tensor) -> Tensor:
@@ -167,5 +167,6 @@ class FedRoD(Algorithm[FedRoDConfig]):
 def counted(counts: Tensor) -> Items:
     """Return which classes [C] have a count, and the logs of their shares."""
     held = counts > 0
-    share = torch.where(held, counts, counts.sum()) / counts.sum()
+    total = counts.sum().clamp(min=1)  # under noise no class may be left
+    share = torch.where(held, counts, total) / total
     return {"log_share": share.log(), "held": held, "counted": torch.tensor(True)}

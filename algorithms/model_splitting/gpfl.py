@@ -68,7 +68,7 @@ class GPFL(Algorithm[GPFLConfig]):
         "valve.beta.weight": "weights [d, d]", "valve.beta.bias": "weights [d]",
         "valve.beta.scale": "weights [d]", "valve.beta.shift": "weights [d]", "num_samples": "counts",
     }  # fmt: skip
-    dp_support = "none: the exact label shares of a client enter every step"
+    dp_support = "partial: the label shares that enter every step are computed from raw data"
     presets: ClassVar = {
         "paper": {"lam": 0.01, "mu": 0.1, "lr": 0.005, "batch_size": 10, "local_epochs": 1},
         "pfllib": {"lam": 1.0, "mu": 0.0, "distance": "frobenius", "private_start": "shared", "lr": 0.005,
@@ -94,7 +94,7 @@ class GPFL(Algorithm[GPFLConfig]):
         return select(fresh, "head") | {"label_shares": even}
 
     def local(self, ctx: Local, state: Items, down: Items) -> Done:
-        received, shares = down["embedding"], ctx.one_hot(ctx.targets()).mean(0)
+        received, shares = down["embedding"], ctx.class_counts() / ctx.num_samples
         g, p = received.mean(0), shares @ received
 
         def loss(model: Items, x: Tensor, y: Tensor) -> Tensor:

@@ -77,7 +77,7 @@ class FedGen(Algorithm[FedGenConfig]):
         "generator.out": "generator [d, h]", "generator.bias": "generator [d]",
     }  # fmt: skip
     up: ClassVar = {"body.*?": "weights", "head.*": "weights", "label_counts": "counts [C]", "num_samples?": "counts"}
-    dp_support = "partial: label_counts is an exact histogram of the labels"
+    dp_support = "partial: label_counts is computed from raw data"
     batchnorm = "yes"
     presets: ClassVar = {
         "authors": {"alpha": 10.0, "beta": 10.0, "decay": 0.98, "ensemble": "losses", "diversity": 1.0,
@@ -122,7 +122,7 @@ class FedGen(Algorithm[FedGenConfig]):
             on=loss if beta else ctx.ce,
             penalty=self.generated_loss(alpha, generator, prior) if alpha else None,
         )
-        counts = ctx.epochs * ctx.one_hot(ctx.targets()).sum(0)
+        counts = ctx.epochs * ctx.class_counts()
         weight = sample_count(ctx) if self.cfg.weighting == "samples" else {}
         up = select(model, *self.sent()) | {"label_counts": counts} | weight
         return Done(state={k: model[k] for k in state}, up=up)

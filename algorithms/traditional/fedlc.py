@@ -59,7 +59,7 @@ class FedLC(Algorithm[FedLCConfig]):
         "num_samples?": "counts",
         "label_counts?": "counts [C]",
     }
-    dp_support = "none: the margins are made of the raw label histogram"
+    dp_support = "partial: the label counts that the margins are made of are computed from raw data"
     batchnorm = "yes"
     presets: ClassVar = {
         "pfllib": {"tau": 1.0, "counts": "global", "lr": 0.005, "batch_size": 10, "local_epochs": 1},
@@ -78,7 +78,7 @@ class FedLC(Algorithm[FedLCConfig]):
         return select(server, *self.shared) | sums
 
     def local(self, ctx: Local, state: Items, down: Items) -> Done:
-        own = state["counts"] if state["counted"] else ctx.one_hot(ctx.targets()).sum(0)
+        own = state["counts"] if state["counted"] else ctx.class_counts()
         counts = down["label_counts"] if self.cfg.counts == "global" else own
 
         def loss(model: Items, x: Tensor, y: Tensor) -> Tensor:

@@ -69,7 +69,7 @@ class DPFedAvg(UserDefense[DPFedAvgConfig]):
     def planned(self, clients: int, rate: float, rounds: int) -> "DPFedAvg":
         if self.cfg.noise_multiplier is not None or self.cfg.epsilon is None:
             return self
-        found = accounting.noise_for(self.cfg.epsilon, self.delta(clients), rate, rounds, self.cfg.accountant, self.key)
+        found = accounting.noise_for(self.cfg.epsilon, self.delta(clients), rate, rounds, who=self.key)
         return DPFedAvg(self.cfg.model_copy(update={"noise_multiplier": found}))
 
     def delta(self, clients: int) -> float:
@@ -77,6 +77,9 @@ class DPFedAvg(UserDefense[DPFedAvgConfig]):
 
     def epsilon(self, account: Sequence[Spend], clients: int) -> float:
         return accounting.epsilon(account, self.delta(clients), self.cfg.accountant)
+
+    def bound(self, account: Sequence[Spend], clients: int) -> float:
+        return accounting.epsilon(account, self.delta(clients))
 
     def claim(self, rate: float) -> str:
         if self.cfg.sampling == "poisson" or rate == 1:

@@ -36,7 +36,10 @@ class DPSGDConfig(Config):
     )
     max_grad_norm: float = above(0, default=1.0, about="norm to which each example's gradient is clipped")
     delta: float | None = above(0, default=None, about="none: the smaller of 1e-5 and 1/(10 n), n the client's samples")
-    accountant: Literal["rdp", "prv"] = option(default="rdp", about="rdp: fast upper bound; prv: tighter, slow")
+    accountant: Literal["rdp", "prv"] = option(
+        default="rdp",
+        about="what epsilon is stated by; noise is found and budgets are kept by rdp, a fast upper bound; prv: tighter, slow",
+    )
     sampling: Literal["poisson", "shuffle"] = option(
         default="poisson", about="poisson: what the accountant assumes; shuffle: its numbers are then approximations"
     )
@@ -69,11 +72,14 @@ class DPSGD(StepDefense[DPSGDConfig]):
     def epsilon(self, account: Sequence[Spend], samples: int) -> float:
         return accounting.epsilon(account, self.delta(samples), self.cfg.accountant)
 
-    def noise_multiplier(self, samples: int, rate: float, steps: int) -> float:
+    def bound(self, account: Sequence[Spend], samples: int) -> float:
+        return accounting.epsilon(account, self.delta(samples))
+
+    def noise_multiplier(self, samples: int, rate: float, steps: int, beside: Sequence[Spend] = ()) -> float:
         if self.cfg.noise_multiplier is not None:
             return self.cfg.noise_multiplier
         assert self.cfg.epsilon is not None  # the configuration has one of the two
-        return accounting.noise_for(self.cfg.epsilon, self.delta(samples), rate, max(1, steps), self.cfg.accountant)
+        return accounting.noise_for(self.cfg.epsilon, self.delta(samples), rate, max(1, steps), tuple(beside))
 
     def guard(self, samples: int, batch_size: int, noise_multiplier: float, *key: int | str) -> "DPGuard":
         return DPGuard(self.cfg, samples, batch_size, noise_multiplier, key)
@@ -114,6 +120,12 @@ class DPGuard:
                 continue
             for _ in range(self.steps_per_epoch):
                 yield (torch.rand(self.samples, generator=self._stream("sampling")) < self.rate).nonzero().flatten()
+
+    def class_sums(self, rows: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        raise PrivacyError(
+            "ctx.class_sums gives away sums over raw data, which dp-sgd does not protect. Add --defense dp-release, or train "
+            "this method without dp-sgd."
+        )
 
     def gradient(self, on: LossPerExample, params: Items, x: Tensor, y: Tensor) -> list[Tensor]:
         """Return the clipped, noised mean gradient (divided by the expected batch size); counts as one step."""

@@ -13,7 +13,7 @@ import torch
 
 from pflsec.core.change import change, moved
 from pflsec.core.config import Config, above
-from pflsec.core.defense import Defense
+from pflsec.core.defense import Coding, Defense
 from pflsec.core.items import Items
 from pflsec.defenses.vectors import length, shortened
 
@@ -31,6 +31,9 @@ class Clip(Defense[ClipConfig]):
         if float(length(step)) <= self.cfg.bound:
             return message
         return moved(message, reference, shortened(step, self.cfg.bound))
+
+    def coding(self, before: Coding) -> Coding:
+        return Coding(sparse=before.sparse)
 
     def adapt(self, guess: Items, seen: Items) -> Items:
         return shortened(guess, self.cfg.bound)

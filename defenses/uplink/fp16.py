@@ -6,16 +6,19 @@ Claims   none.
 Knob     none
 Limits   A change that half precision holds: the identity up to rounding. Beyond 65504 the largest number is sent, below 6e-8
          zero. Prototypes, logits and statistics like weights; counts, label sets, masks and scalars go out as they are.
-         Bytes on the wire are counted in full precision. An attacker who knows of it matches as before.
+         Bytes on the wire: 2 a coordinate. An attacker who knows of it matches as before.
 """
+
+from dataclasses import replace
 
 import torch
 
 from pflsec.core.change import change, moved
 from pflsec.core.config import Config
-from pflsec.core.defense import Defense
+from pflsec.core.defense import Coding, Defense
 from pflsec.core.items import Items
 
+BITS = 16
 LARGEST = torch.finfo(torch.float16).max
 
 
@@ -31,3 +34,6 @@ class Half(Defense[HalfConfig]):
         step = change(message, reference)
         halves = {k: v.clamp(-LARGEST, LARGEST).to(torch.float16).to(v.dtype) for k, v in step.items()}
         return moved(message, reference, halves)
+
+    def coding(self, before: Coding) -> Coding:
+        return replace(before, bits=min(before.bits or BITS, BITS))

@@ -6,10 +6,12 @@ Claims   none. A sparse change leaks what its coordinates say.
 Knob     keep
 Limits   keep = 1: the identity, bit for bit. Counts, label sets, masks and scalars go out as they are. No error feedback:
          what is not sent is lost, since keeping it would be a hidden state of the client that no capture could hold. Bytes
-         on the wire are counted dense. An attacker who knows of it compares the coordinates that were sent, and no others.
+         on the wire: value and place of each coordinate that is sent, or a mask, if that is shorter. An attacker who knows
+         of it compares the coordinates that were sent, and no others.
 """
 
 import math
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -17,7 +19,7 @@ from torch import Tensor
 
 from pflsec.core.change import change
 from pflsec.core.config import Config, between, option
-from pflsec.core.defense import Defense
+from pflsec.core.defense import Coding, Defense
 from pflsec.core.items import Items
 
 
@@ -39,6 +41,9 @@ class Prune(Defense[PruneConfig]):
         groups = [step] if self.cfg.scope == "message" else [{k: v} for k, v in step.items()]
         masks = {k: mask for group in groups for k, mask in largest(group, self.cfg.keep).items()}
         return message | {k: torch.where(mask, message[k], reference[k]) for k, mask in masks.items()}
+
+    def coding(self, before: Coding) -> Coding:
+        return before if self.cfg.keep == 1 else replace(before, sparse=True)
 
     def adapt(self, guess: Items, seen: Items) -> Items:
         alike = {k: v for k, v in guess.items() if k in seen and seen[k].shape == v.shape}

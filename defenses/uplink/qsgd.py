@@ -5,19 +5,22 @@ Seam     uplink
 Claims   none. The rounding is random, but not private.
 Knob     bits
 Limits   bits = 32: the identity, bit for bit. Each item is quantised by its own norm; prototypes, logits and statistics like
-         weights; counts, label sets, masks and scalars go out as they are. Bytes on the wire are counted dense. An attacker
-         who knows of it matches as before: what was sent is right on average.
+         weights; counts, label sets, masks and scalars go out as they are. Bytes on the wire: bits a coordinate, and the
+         norm. An attacker who knows of it matches as before: what was sent is right on average.
 """
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from pflsec.core.change import change, moved
 from pflsec.core.config import Config, between
-from pflsec.core.defense import Defense
+from pflsec.core.defense import Coding, Defense
 from pflsec.core.items import Items
 
 WHOLE = 32  # bits of a number that is sent as it is
+SCALE = 32  # bits of an item's norm
 
 
 class QSGDConfig(Config):
@@ -35,6 +38,9 @@ class QSGD(Defense[QSGDConfig]):
             return message
         levels = 2 ** (self.cfg.bits - 1) - 1
         return moved(message, reference, {k: quantised(v, levels, rng) for k, v in change(message, reference).items()})
+
+    def coding(self, before: Coding) -> Coding:
+        return before if self.cfg.bits == WHOLE else replace(before, bits=self.cfg.bits, scale=SCALE)
 
 
 def quantised(value: Tensor, levels: int, rng: torch.Generator) -> Tensor:

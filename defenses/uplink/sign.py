@@ -6,8 +6,8 @@ Claims   none. One bit of every coordinate is still many bits.
 Knob     none
 Limits   A change of one size in all coordinates of an item: the identity up to rounding. Prototypes, logits and statistics
          like weights; counts, label sets, masks and scalars go out as they are. Uploads are averaged by the method, without
-         a majority vote and without error feedback, which would be a hidden state of the client. Bytes on the wire are
-         counted dense. An attacker who knows of it sends its guess through a smooth sign.
+         a majority vote and without error feedback, which would be a hidden state of the client. Bytes on the wire:
+         a bit a coordinate, and the size. An attacker who knows of it sends its guess through a smooth sign.
 """
 
 import torch
@@ -15,11 +15,12 @@ from torch import Tensor
 
 from pflsec.core.change import change, moved
 from pflsec.core.config import Config
-from pflsec.core.defense import Defense
+from pflsec.core.defense import Coding, Defense
 from pflsec.core.items import Items
 
 SOFTNESS = 0.1  # of an item's root mean square: coordinates below it count less than their sign
 TINY = 1e-30
+SCALE = 32  # bits of an item's mean size
 
 
 class SignConfig(Config):
@@ -33,6 +34,9 @@ class Sign(Defense[SignConfig]):
     def protect(self, message: Items, reference: Items, rng: torch.Generator) -> Items:
         step = {k: v for k, v in change(message, reference).items() if v.numel()}
         return moved(message, reference, {k: v.abs().mean() * v.sign() for k, v in step.items()})
+
+    def coding(self, before: Coding) -> Coding:
+        return Coding(bits=1, scale=SCALE, sparse=True)  # zero has no sign
 
     def adapt(self, guess: Items, seen: Items) -> Items:
         sizes = {k: v.abs().mean() for k, v in seen.items() if v.numel()}

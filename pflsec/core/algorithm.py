@@ -51,8 +51,9 @@ class Algorithm(Generic[C]):
     """Wire contract, server to client (see Contract)."""
     up: ClassVar[Mapping[str, str]] = {}
     """Wire contract, client to server."""
-    dp_support: ClassVar[str] = "none: the method does not say that its uplink follows from noised gradients alone"
-    """Whether private training covers what is sent: "full", or "partial: items" or "none: reason", which refuse it."""
+    dp_support: str = "none: the method does not say that its uplink follows from noised gradients alone"
+    """Whether private training covers what is sent: "full"; "partial: what else, computed from raw data" where all of that
+    passes `ctx.class_sums` or `ctx.class_counts`, so that it takes dp-release as well; or "none: reason", which refuses it."""
     batchnorm: ClassVar[str] = "no: the method does not say what it makes of running statistics"
     """Whether a network with BatchNorm layers fares well under it, its running statistics being items like weights: "yes";
     "local: reason", where they must stay on the client; or "no: reason", where they must be frozen."""

@@ -1,6 +1,7 @@
 """A defense: a pure transformation of messages at one of the three seams of the channel."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import ClassVar, Generic, Literal, Protocol, TypeVar
 
 import torch
@@ -16,13 +17,40 @@ Spend = tuple[float, float, int]
 """Noisy steps of one kind: (noise multiplier, sample rate, number of steps)."""
 
 
+INDEX = 32  # bits of the place of a coordinate within its item
+
+
+@dataclass(frozen=True)
+class Coding:
+    """How the change of an item is written on the wire.
+
+    bits    of a coordinate; None: as many as the tensor's
+    scale   bits beside them, once an item
+    sparse  coordinates that are zero are left out: the others go with their places, or behind a mask, whichever is shorter
+    """
+
+    bits: int | None = None
+    scale: int = 0
+    sparse: bool = False
+
+    def size(self, change: Tensor) -> int:
+        """Return the bytes of one item's change."""
+        bits, count = self.bits or 8 * change.element_size(), change.numel()
+        sent = int(torch.count_nonzero(change))
+        ways = [sent * (bits + INDEX), count + sent * bits] if self.sparse and sent < count else [count * bits]
+        return -(-(min(ways) + self.scale) // 8)
+
+
 class Guard(Protocol):
     """What a defense of the step seam puts between one client's data and its parameters, for one local work.
 
-    While there is one, data are reached through `ctx.fit` and `ctx.step` alone: raw passes are refused.
+    While there is one, data are reached through `ctx.fit`, `ctx.step` and `ctx.class_sums` alone: raw passes are refused.
     """
 
-    spent: list[Spend]
+    @property
+    def spent(self) -> Sequence[Spend]:
+        """What this work has put on the account so far."""
+        ...
 
     def rows(self, epochs: int) -> Iterator[Tensor]:
         """Yield the rows of the data that each step uses, int64; possibly none."""
@@ -30,6 +58,11 @@ class Guard(Protocol):
 
     def gradient(self, on: LossPerExample, params: Items, x: Tensor, y: Tensor) -> list[Tensor]:
         """Return the protected mean gradient, one tensor a parameter; x and y may have no rows."""
+        ...
+
+    def class_sums(self, rows: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the protected sums of rows [n, k] over each class [C, k], and counts [C]; target [n, C] is one-hot. Raises
+        PrivacyError where nothing protects them."""
         ...
 
 
@@ -56,6 +89,10 @@ class Defense(Generic[C]):
         """Return the protected message. `reference` holds what each item counts from (pflsec.core.change); items that it
         lacks are left as they are."""
         raise TypeError(f"{type(self).__name__} does not define protect(); every uplink defense must.")
+
+    def coding(self, before: Coding) -> Coding:
+        """Return how what `protect` returns is written, given how its argument would be: whole numbers, for most."""
+        return Coding()
 
     def adapt(self, guess: Items, seen: Items) -> Items:
         """Return what this defense makes of the change that a guess would have caused, differentiable: how an attacker who
@@ -121,9 +158,35 @@ class UserDefense(AggregateDefense[C]):
         """Return the epsilon that an account amounts to. Reading it changes nothing."""
         raise TypeError(f"{type(self).__name__} does not define epsilon().")
 
+    def bound(self, account: Sequence[Spend], clients: int) -> float:
+        """Return an epsilon that an account is certain not to exceed, quickly: what budgets are kept by."""
+        raise TypeError(f"{type(self).__name__} does not define bound().")
+
     def claim(self, rate: float) -> str:
         """Return what is guaranteed at this sample rate, in a few words."""
         raise TypeError(f"{type(self).__name__} does not define claim().")
+
+
+class ReleaseDefense(Defense[C]):
+    """Base of defenses of the class sums and counts that a client gives away (`Local.class_sums`), one Gaussian mechanism
+    on all of its records for each. They stand on the account of a StepDefense, without which they guarantee nothing: what is
+    summed has passed a model that was fitted to the data."""
+
+    seam = "step"
+
+    @property
+    def sigma(self) -> float:
+        """The noise multiplier of one release."""
+        raise TypeError(f"{type(self).__name__} does not define sigma.")
+
+    @property
+    def bound(self) -> float:
+        """Norm to which each record's row is clipped, for replays by an attacker who knows it too."""
+        raise TypeError(f"{type(self).__name__} does not define bound.")
+
+    def over(self, guard: Guard, *key: int | str) -> Guard:
+        """Return a guard that protects class sums, and leaves steps to another; `key` names its noise."""
+        raise TypeError(f"{type(self).__name__} does not define over().")
 
 
 class StepDefense(Defense[C]):
@@ -148,8 +211,15 @@ class StepDefense(Defense[C]):
         """Return the epsilon that an account amounts to. Reading it changes nothing."""
         raise TypeError(f"{type(self).__name__} does not define epsilon().")
 
-    def noise_multiplier(self, samples: int, rate: float, steps: int) -> float:
-        """Return the noise multiplier for so many planned steps."""
+    def bound(self, account: Sequence[Spend], samples: int) -> float:
+        """Return an epsilon that an account is certain not to exceed, quickly: what budgets are kept by."""
+        raise TypeError(f"{type(self).__name__} does not define bound().")
+
+    def noise_multiplier(self, samples: int, rate: float, steps: int, beside: Sequence[Spend] = ()) -> float:
+        """Return the noise multiplier for so many planned steps.
+
+        beside  what else will stand on the account
+        """
         raise TypeError(f"{type(self).__name__} does not define noise_multiplier().")
 
     def guard(self, samples: int, batch_size: int, noise_multiplier: float, *key: int | str) -> Guard:

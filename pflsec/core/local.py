@@ -12,6 +12,9 @@ from pflsec.core.network import Net
 LossPerExample = Callable[[Items, Tensor, Tensor], Tensor]
 """(parameters, x [B, ...], y) -> loss of each example, [B]. The mean over the batch is taken by the loop."""
 
+RowOf = Callable[[Tensor], Tensor]
+"""x [B, ...] -> a vector of each example, [B, k], which depends on no other."""
+
 Penalty = Callable[[Items, torch.Generator], Tensor]
 """(parameters, random stream of this step) -> 0-d. Must not look at data: defenses let it pass without noise."""
 
@@ -115,6 +118,18 @@ class Local(Protocol):
 
     def targets(self) -> Tensor:
         """Return all of the client's labels: int64 [n], or probabilities [n, classes] where an attacker guesses them."""
+        ...
+
+    def class_sums(self, of: RowOf) -> tuple[Tensor, Tensor]:
+        """Return sums [C, k] of a vector of each of the client's rows over their classes, and counts [C].
+
+        Whatever is said of classes goes this way and no other: here a defense can still clip each row's share, and noise
+        sums and counts. Under one, a class may be missing, or be there without a row: its count tells.
+        """
+        ...
+
+    def class_counts(self) -> Tensor:
+        """Return the number of the client's rows of each class [C], float; like `class_sums` without a vector."""
         ...
 
     def one_hot(self, y: Tensor) -> Tensor:

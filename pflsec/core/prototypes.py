@@ -4,10 +4,9 @@ import torch
 from torch import Tensor
 
 
-def class_means(target: Tensor, z: Tensor) -> Tensor:
-    """Return the mean feature of each class, [C, d], from labels [n, C] and features [n, d]; zero where there is no row."""
-    counts = target.sum(0)
-    return target.T @ z / torch.where(counts > 0, counts, 1)[:, None]
+def class_means(sums: Tensor, counts: Tensor) -> Tensor:
+    """Return the mean of each class, [C, k], from its sum [C, k] and count [C]; zero where there is no row."""
+    return sums / torch.where(counts > 0, counts, 1)[:, None]
 
 
 def as_table(rows: Tensor, present: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from pflsec.config.train import TrainConfig, parse_assignments, split_assignment
 from pflsec.core import registry
 from pflsec.core.config import build as build_config
 from pflsec.core.contract import Contract, kind_of
-from pflsec.core.defense import AggregateDefense, Defense, StepDefense, UserDefense
+from pflsec.core.defense import AggregateDefense, Defense, ReleaseDefense, StepDefense, UserDefense
 from pflsec.core.errors import ConfigError
 from pflsec.runtime import cohort as cohorts
 
@@ -48,6 +48,13 @@ def _check_together(made: list[Defense[Any]]) -> None:
     if len(accounts) > 1:
         raise ConfigError(
             f"--defense {accounts[0]} and --defense {accounts[1]} would each state an epsilon of its own; choose one of them."
+        )
+    if (alone := next((d.key for d in made if isinstance(d, ReleaseDefense)), None)) and not any(
+        isinstance(d, StepDefense) for d in made
+    ):
+        raise ConfigError(
+            f"--defense {alone} guarantees nothing by itself: what is released has passed a model that was fitted to the same "
+            "records. Add --defense dp-sgd."
         )
     for one in made:
         if both := next((key for key in one.excludes if key in keys), None):

@@ -2,7 +2,7 @@
 
 import secrets
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
 
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from pflsec.core.change import reference
-from pflsec.core.defense import Guard, Spend, StepDefense, UserDefense
+from pflsec.core.contract import kind_of
+from pflsec.core.defense import Guard, ReleaseDefense, Spend, StepDefense, UserDefense
 from pflsec.core.errors import PflsecWarning, PrivacyError
 from pflsec.core.items import Items
 from pflsec.core.network import Net
@@ -21,7 +22,7 @@ from pflsec.runtime.setup import Setup
 from pflsec.training.local import LocalWork, for_method
 
 PUBLIC = ("counts",)
-"""Kinds of items that the guarantee takes as public: sample counts."""
+"""Declarations of items that the guarantee takes as public: sample counts. Counts of each class are not."""
 CLIPPED = "none: clipping alone; without noise epsilon is infinite"
 """What is guaranteed where somebody's noise multiplier is 0."""
 
@@ -31,9 +32,11 @@ def mechanism(setup: Setup) -> StepDefense[Any] | None:
     found = next((d for d in setup.defenses if isinstance(d, StepDefense)), None)
     if found is not None:
         support = setup.algorithm.dp_support
-        if support != "full":
+        treated = support.startswith("partial") and release(setup) is not None
+        if support != "full" and not treated:
+            remedy = "or add --defense dp-release" if support.startswith("partial") else f"or no {found.key}"
             raise PrivacyError(
-                f"{setup.config.algo} cannot be trained under {found.key} ({support}). Choose another method, or no {found.key}."
+                f"{setup.config.algo} cannot be trained under {found.key} ({support}). Choose another method, {remedy}."
             )
         if setup.net.buffers:
             raise PrivacyError(
@@ -56,6 +59,11 @@ def _idle(net: Net, x: Tensor) -> list[str]:
     with torch.enable_grad():
         found = torch.autograd.grad(net.logits(items, x).sum(), list(leaves.values()), allow_unused=True)
     return [k for k, slope in zip(leaves, found, strict=True) if slope is None]
+
+
+def release(setup: Setup) -> ReleaseDefense[Any] | None:
+    """Return what protects the class sums of the run's clients, or None."""
+    return next((d for d in setup.defenses if isinstance(d, ReleaseDefense)), None)
 
 
 def user_mechanism(setup: Setup) -> UserDefense[Any] | None:
@@ -83,9 +91,9 @@ def coverage(setup: Setup) -> dict[str, str]:
     on = mechanism(setup) is not None
     items = {key.rstrip("?"): kind for key, kind in setup.algorithm.contract.up.items()}
     if user_mechanism(setup) is not None:
-        return {item: "not used" if kind.partition(" [")[0] in PUBLIC else "covered" for item, kind in items.items()}
+        return {item: "not used" if kind_of(kind) in PUBLIC else "covered" for item, kind in items.items()}
     words = {True: "public, by assumption", False: "covered" if on else "not covered: dp-sgd is off"}
-    return {item: words[kind.partition(" [")[0] in PUBLIC and on] for item, kind in items.items()}
+    return {item: words[kind in PUBLIC and on] for item, kind in items.items()}
 
 
 class Ledger:
@@ -95,11 +103,11 @@ class Ledger:
     """
 
     def __init__(self, setup: Setup, dp: StepDefense[Any], secret: int | None = None):
-        self.setup, self.dp = setup, dp
+        self.setup, self.dp, self.release = setup, dp, release(setup)
         self.secret = secrets.randbits(62) if secret is None else secret
         self.sizes = setup.federation.sizes()
         self.accounts: dict[int, list[Spend]] = {c: [] for c in range(len(self.sizes))}
-        self.epochs = self._epochs()
+        self.epochs, self.releases = self._played()
         self.sigmas = self._sigmas()
         self._warn()
 
@@ -108,29 +116,34 @@ class Ledger:
         count = self.sizes[client] if samples is None else samples
         batch = self.setup.config.batch_size if batch_size is None else batch_size
         name = seed_of("dp", self.secret, client, *key)
-        return self.dp.guard(count, batch, self.sigmas[client], name)
+        steps = self.dp.guard(count, batch, self.sigmas[client], name)
+        return steps if self.release is None else self.release.over(steps, name)
 
-    def spend(self, client: int, spent: list[Spend]) -> None:
-        """Put noisy steps on a client's account."""
+    def spend(self, client: int, spent: Iterable[Spend]) -> None:
+        """Put noisy steps and releases on a client's account."""
         account = self.accounts[client]
         for sigma, rate, steps in spent:
-            if account and account[-1][:2] == (sigma, rate):
-                account[-1] = (sigma, rate, account[-1][2] + steps)
-            else:
+            where = next((i for i, kind in enumerate(account) if kind[:2] == (sigma, rate)), None)
+            if where is None:
                 account.append((sigma, rate, steps))
+            else:
+                account[where] = (sigma, rate, account[where][2] + steps)
 
-    def epsilon(self, client: int, more: int = 0) -> float:
-        """Return what a client has spent, or would have after so many further epochs."""
-        account = list(self.accounts[client])
-        if more:
-            steps = self._steps_per_epoch(client)
-            account.append((self.sigmas[client], 1 / steps, more * steps))
-        return self.dp.epsilon(account, self.sizes[client])
+    def epsilon(self, client: int) -> float:
+        """Return what a client has spent."""
+        return self.dp.epsilon(self.accounts[client], self.sizes[client])
 
     def exhausted(self, client: int) -> bool:
         """Return whether one more round would take a client beyond its budget."""
+        steps = self._steps_per_epoch(client)
+        return self.exceeds(client, [(self.sigmas[client], 1 / steps, self.epochs * steps), *self._released(1)])
+
+    def exceeds(self, client: int, more: Iterable[Spend]) -> bool:
+        """Return whether this would take a client beyond its budget."""
         budget = self.dp.budget
-        return budget is not None and self.epsilon(client, more=self.epochs) > budget * (1 + 1e-9)
+        if budget is None:
+            return False
+        return self.dp.bound([*self.accounts[client], *more], self.sizes[client]) > budget * (1 + 1e-9)
 
     def facts(self) -> dict[str, Any]:
         """Return what a checkpoint keeps."""
@@ -144,23 +157,34 @@ class Ledger:
     def _steps_per_epoch(self, client: int) -> int:
         return max(1, -(-self.sizes[client] // self.setup.config.batch_size))
 
-    def _epochs(self) -> int:
-        """Return how many epochs of noisy steps one local work makes, over all its phases: found by doing one on two rows."""
+    def _played(self) -> tuple[int, int]:
+        """Return how many epochs of noisy steps one local work makes, over all its phases, and how many releases: found by
+        doing one on two rows. A method that leaves steps out in a client's first exchange makes at least the configured ones."""
         setup = self.setup
         x, y = (t[:2] for t in setup.federation.train(0))
-        guard = self.dp.guard(len(y), len(y), 1.0, "count")
+        steps = self.dp.guard(len(y), len(y), 1.0, "count")
+        guard = steps if self.release is None else self.release.over(steps, "count")
         fresh, server = setup.server_fresh, setup.server_first
         ctx = LocalWork(setup.net, x, y, setup.config.lr, setup.config.local_epochs, len(y), 0, 0, 0, guard=guard)
         with torch.random.fork_rng(devices=[]):
             setup.algorithm.local(
                 for_method(ctx), setup.algorithm.init_client(fresh, server), setup.algorithm.downlink(server, 0)
             )
-        return sum(steps for _, _, steps in guard.spent)
+        made = sum(n for *_, n in steps.spent)
+        return max(made, setup.config.local_epochs), sum(n for *_, n in guard.spent) - made
+
+    def _released(self, rounds: int) -> list[Spend]:
+        """Return what a client releases in so many rounds."""
+        return [(self.release.sigma, 1.0, rounds * self.releases)] if self.release and self.releases else []
 
     def _sigmas(self) -> list[float]:
         """Return each client's noise multiplier for its planned rounds; clients of one size and plan share the search."""
         planned = self._planned_rounds()
-        find = cache(lambda n, steps, rounds: self.dp.noise_multiplier(n, 1 / steps, rounds * self.epochs * steps))
+        find = cache(
+            lambda n, steps, rounds: self.dp.noise_multiplier(
+                n, 1 / steps, rounds * self.epochs * steps, self._released(rounds)
+            )
+        )
         return [find(n, self._steps_per_epoch(c), planned[c]) for c, n in enumerate(self.sizes)]
 
     def _planned_rounds(self) -> list[int]:
@@ -206,7 +230,8 @@ class UserLedger:
     @property
     def exhausted(self) -> bool:
         """Whether one more round would take the run beyond its budget."""
-        return self.dp.budget is not None and self.epsilon(more=1) > self.dp.budget * (1 + 1e-9)
+        account = [*self.account, (self.dp.sigma, self.rate, 1)]
+        return self.dp.budget is not None and self.dp.bound(account, self.clients) > self.dp.budget * (1 + 1e-9)
 
     def cohort(self, t: int) -> list[int] | None:
         """Return who takes part in a round, or None where cohorts are drawn as ever."""
@@ -229,9 +254,9 @@ class UserLedger:
         steps = self.account[0][2] if self.account else 0
         self.account = [(self.dp.sigma, self.rate, steps + 1)]
 
-    def epsilon(self, more: int = 0) -> float:
-        """Return what has been spent, or would be after so many further rounds."""
-        return self.dp.epsilon([*self.account, (self.dp.sigma, self.rate, more)], self.clients)
+    def epsilon(self) -> float:
+        """Return what has been spent."""
+        return self.dp.epsilon(self.account, self.clients)
 
     def facts(self) -> dict[str, Any]:
         """Return what a checkpoint keeps."""
@@ -263,7 +288,20 @@ def describe(setup: Setup) -> dict[str, Any]:
         "noise_multiplier": {"least": min(ledger.sigmas), "most": max(ledger.sigmas)},
         "delta": {"least": min(deltas), "most": max(deltas)},
         "epochs_accounted_per_round": ledger.epochs,
+        "release": _release(ledger),
         "test_seed": setup.config.dp_seed is not None,
+    }
+
+
+def _release(ledger: Ledger) -> dict[str, Any] | None:
+    """Return what run.json says about class sums that leave a client."""
+    if ledger.release is None:
+        return None
+    return {
+        "defense": ledger.release.key,
+        "settings": ledger.release.cfg.model_dump(),
+        "noise_multiplier": ledger.release.sigma,
+        "per_round": ledger.releases,
     }
 
 

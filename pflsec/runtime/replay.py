@@ -12,7 +12,7 @@ from torch import Tensor
 from pflsec.core import change as changes
 from pflsec.core.algorithm import Algorithm
 from pflsec.core.contract import kind_of
-from pflsec.core.defense import Defense, StepDefense
+from pflsec.core.defense import Defense, ReleaseDefense, StepDefense
 from pflsec.core.errors import ConfigError, Inconclusive, NotApplicable
 from pflsec.core.items import Items, arithmetic, cast, detached, floating, norm, select, subtract
 from pflsec.models.network import Network
@@ -79,6 +79,7 @@ class Replay:
     ):
         self.algorithm, self.net, self.record, self.seed, self.reference = algorithm, net, record, seed, reference
         self.longest = next((d.longest for d in defenses if isinstance(d, StepDefense)), None)
+        self.row_bound = next((d.bound for d in defenses if isinstance(d, ReleaseDefense)), None)
         self.adapting = [d for d in defenses if type(d).adapt is not Defense.adapt]
         self._cast: dict[torch.dtype, tuple[Items, Items]] = {}
         self._features_alone: bool | None = None
@@ -86,7 +87,8 @@ class Replay:
     def __call__(self, x: Tensor, y: Tensor, state: Items) -> Items:
         """Return Algorithm.change of the exchange that this batch would have caused, defended as far as is known."""
         reference, down = self._constants(arithmetic(x))
-        ctx = replace(local_work(self.net, self.record, x, y, self.seed), longest=self.longest)
+        ctx = local_work(self.net, self.record, x, y, self.seed)
+        ctx = replace(ctx, longest=self.longest, row_bound=self.row_bound)
         done = self.algorithm.local(ctx, cast(state, arithmetic(x)), down)
         up = {k: v for k, v in done.up.items() if k in self.record.up}
         if self.adapting:

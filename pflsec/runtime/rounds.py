@@ -136,6 +136,9 @@ class Federated:
         # A lost upload leaves no trace anywhere, so the work behind it need not be done.
         jobs = [Job(t, c, self.states[c], downs[c], guards.get(c)) for c in cohort if c not in lost]
         outcomes = {o.client: o for o in sorted(self.executor.run(jobs), key=lambda o: o.client)}
+        over = [c for c, o in outcomes.items() if self.ledger and self.ledger.exceeds(c, o.spent)]
+        outcomes = {c: o for c, o in outcomes.items() if c not in over}  # nothing of their work has left them
+        cohort, stopped = [c for c in cohort if c not in over], sorted(stopped + over)
         references = {c: reference(setup, self.states[c], downs[c], o.done.up) for c, o in outcomes.items()}
         ups = {c: setup.channel.send_up(o.done.up, references[c], t, c, wire) for c, o in outcomes.items()}
         return Exchanged(cohort, sorted(lost), stopped, downs, references, outcomes, ups)
@@ -194,7 +197,7 @@ class Federated:
                 self.memories[c] = self.setup.algorithm.observe(self.memories[c], played.downs[c], up)
             self.states[c] = played.outcomes[c].done.state
             if self.ledger:
-                self.ledger.spend(c, list(played.outcomes[c].spent))
+                self.ledger.spend(c, played.outcomes[c].spent)
             self.last_trained[c] = self.t
         if self.users and not self.users.exhausted:
             self.users.spend()

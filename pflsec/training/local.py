@@ -16,7 +16,7 @@ from torch import Tensor
 from pflsec.core.defense import Guard
 from pflsec.core.errors import PrivacyError
 from pflsec.core.items import Items, arithmetic
-from pflsec.core.local import Local, LossPerExample, Penalty, Projection, Stop
+from pflsec.core.local import Local, LossPerExample, Penalty, Projection, RowOf, Stop
 from pflsec.core.network import Net, buffer_in
 from pflsec.core.streams import stream
 
@@ -101,6 +101,8 @@ class LocalWork:
     guard: Guard | None = None
     longest: float | None = None
     """Norm to which each example's gradient is clipped, in the replay of work that a guard did so; None: not at all."""
+    row_bound: float | None = None
+    """Norm to which each example's share of a class sum is clipped, likewise."""
     fixed_epochs: bool = False
     losses: list[Tensor] = field(default_factory=list)
     """Mean data loss of every step of the main phase."""
@@ -203,10 +205,25 @@ class LocalWork:
         return self._features(body)
 
     def _features(self, body: Mapping[str, Tensor]) -> Tensor:
+        return self._rows_of(lambda x: self.net.features(body, x))
+
+    def _rows_of(self, of: RowOf) -> Tensor:
         if self.driver.keeps_graph:
-            return self.net.features(body, self.x)
+            return of(self.x)
         with torch.no_grad():
-            return torch.cat([self.net.features(body, x) for x in self.x.split(FEATURE_BATCH)])
+            return torch.cat([of(x) for x in self.x.split(FEATURE_BATCH)])
+
+    def class_sums(self, of: RowOf) -> tuple[Tensor, Tensor]:
+        rows, target = self._rows_of(of), self.one_hot(self.y)
+        if self.guard is not None:
+            return self.guard.class_sums(rows, target)
+        if self.row_bound is not None:
+            rows = rows * (self.row_bound / (rows.square().sum(1, keepdim=True) + TINY).sqrt()).clamp(max=1)
+        return target.T @ rows, target.sum(0)
+
+    def class_counts(self) -> Tensor:
+        target = self.one_hot(self.y)
+        return target.sum(0) if self.guard is None else self.guard.class_sums(target[:, :0], target)[1]
 
     def targets(self) -> Tensor:
         self._refuse_raw("ctx.targets")

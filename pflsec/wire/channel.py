@@ -8,7 +8,7 @@ import torch
 
 from pflsec.core.change import change, moved
 from pflsec.core.contract import Contract, Direction, kind_of
-from pflsec.core.defense import AggregateDefense, Defense
+from pflsec.core.defense import AggregateDefense, Coding, Defense
 from pflsec.core.errors import WireError
 from pflsec.core.items import Items, detached, first_nonfinite, size_in_bytes
 from pflsec.core.streams import stream
@@ -20,10 +20,15 @@ class Ledger:
 
     bytes: dict[str, dict[str, int]] = field(default_factory=lambda: {"down": defaultdict(int), "up": defaultdict(int)})
 
-    def add(self, direction: Direction, contract: Contract, message: Items) -> None:
-        """Count one message."""
+    def add(
+        self, direction: Direction, contract: Contract, message: Items, coded: Mapping[str, int] | None = None
+    ) -> None:
+        """Count one message.
+
+        coded  bytes of items that are not written as whole tensors
+        """
         for name, value in message.items():
-            if size := size_in_bytes({name: value}):
+            if size := (coded or {}).get(name, size_in_bytes({name: value})):
                 self.bytes[direction][kind_of(contract.items(direction)[name])] += size
 
     def total(self, direction: Direction) -> int:
@@ -64,7 +69,16 @@ class Channel:
         for defense in self.uplink:
             key = (t, client, probe) if probe else (t, client)
             message = defense.protect(message, reference, stream(self.seed, "defense", defense.key, *key))
-        return self._carry("up", message, t, client, ledger)
+        return self._carry("up", message, t, client, ledger, self._coded(message, reference))
+
+    def _coded(self, message: Items, reference: Items) -> dict[str, int]:
+        """Return the bytes of the items of a defended upload, as its defenses write their change; 0-d ones are not counted."""
+        coding = Coding()
+        for defense in self.uplink:
+            coding = defense.coding(coding)
+        if coding == Coding():
+            return {}
+        return {k: coding.size(v) for k, v in change(message, reference).items() if v.dim()}
 
     def gather(
         self, ups: Mapping[int, Items], references: Mapping[int, Items], expected: float, rng: torch.Generator
@@ -86,11 +100,19 @@ class Channel:
     def _counts(self, name: str) -> bool:
         return self.contract.kind("up", name) == "counts"
 
-    def _carry(self, direction: Direction, message: Items, t: int, client: int, ledger: Ledger | None) -> Items:
+    def _carry(
+        self,
+        direction: Direction,
+        message: Items,
+        t: int,
+        client: int,
+        ledger: Ledger | None,
+        coded: Mapping[str, int] | None = None,
+    ) -> Items:
         where = f"round {t}, client {client}"
         self.contract.check(direction, message, where)
         if bad := first_nonfinite(message):
             raise WireError(f"{where}: item '{bad}' on the way {direction} is not finite. Lower --lr.")
         if ledger is not None:
-            ledger.add(direction, self.contract, message)
+            ledger.add(direction, self.contract, message, coded)
         return detached(message)

@@ -27,10 +27,11 @@ DEFENSES = {
     "sign": "sign",
     "fp16": "fp16",
     "dp-sgd": "dp-sgd:noise_multiplier=1,sampling=shuffle",
+    "dp-release": "dp-sgd:noise_multiplier=1,sampling=shuffle dp-release:noise_multiplier=0.3",
     "dp-fedavg": "dp-fedavg:noise_multiplier=1",
     "secagg": "secagg",
 }
-"""A setting of each registered defense, in the order of the table."""
+"""A setting of each registered defense, with those that it stands beside, in the order of the table."""
 
 
 def outcome(key: str, defense: str) -> str:
@@ -38,7 +39,7 @@ def outcome(key: str, defense: str) -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PflsecWarning)
         try:
-            made = toys.setup(key, rounds=1, defense=[DEFENSES[defense]], dp_seed=1)
+            made = toys.setup(key, rounds=1, defense=DEFENSES[defense].split(), dp_seed=1)
             privacy.describe(made)
             turn = toys.rounds(made, 1)[0]
         except PflsecError as error:

@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from pflsec.core.change import change, reference
+from pflsec.core.contract import Contract
 from pflsec.core.defense import Defense
 from pflsec.core.items import Items, norm
 from pflsec.core.streams import stream
 from pflsec.runtime.defending import parse_defense
+from pflsec.wire.channel import Channel, Ledger
 from tests import toys
 
 NEUTRAL = ("clip:bound=1e9", "gaussian:std=0", "laplace:scale=0", "prune:keep=1", "qsgd:bits=32")
@@ -239,3 +241,41 @@ def test_no_card_of_an_uplink_defense_says_formal():
         assert card.sections["Claims"].startswith("none")
         assert "formal" not in str(card).lower()
     assert isinstance(parse_defense("sign"), Defense)
+
+
+# --- bytes
+
+
+@pytest.mark.parametrize(
+    ("texts", "wanted"),
+    [
+        ([], 4 * 30002),
+        (["clip:bound=0.1"], 4 * 30002),
+        (["gaussian:std=0.1"], 4 * 30002),
+        (["fp16"], 2 * 30002),
+        (["qsgd:bits=4"], 30000 // 2 + 4 + 1 + 4),
+        (["sign"], 30000 // 8 + 4 + 1 + 4),
+        (["prune:keep=0.01,scope=item"], 300 * 8 + 5),
+        (["prune:keep=0.5,scope=item"], 15000 * 4 + 30000 // 8 + 5),
+        (["prune:keep=0.01,scope=item", "fp16"], 300 * 6 + 3),
+        (["prune:keep=0.01,scope=item", "clip:bound=0.1"], 300 * 8 + 5),
+        (["prune:keep=0.01,scope=item", "gaussian:std=0.1"], 4 * 30002),
+        (["prune:keep=1", "qsgd:bits=32"], 4 * 30002),
+    ],
+    ids=str,
+)
+def test_bytes_up_are_those_of_the_coordinates_as_they_are_written(texts: list[str], wanted: int):
+    """Items of 30000 and 2 numbers. Pruned: 4 bytes of value and 4 of place each, or a mask of a bit a coordinate and the
+    values; of the 2 numbers one is left, behind a mask: 34 bits. Quantised: the codes and 4 bytes of scale an item."""
+    message, start = large()
+    contract = Contract("test", {}, {"w": "gradient [a, b]", "b": "gradient [c]"}, toys.tiny())
+    ledger = Ledger()
+    Channel(contract, [parse_defense(text) for text in texts]).send_up(message, start, 0, 0, ledger)
+    assert ledger.total("up") == wanted
+
+
+def test_bytes_of_a_run_are_what_its_defense_leaves_of_them():
+    plain, pruned, halved = (toys.play("fedavg", 1, defense=d)[0].metrics for d in ([], ["prune:keep=0.05"], ["fp16"]))
+    assert pruned["bytes_up"] < 0.2 * plain["bytes_up"]
+    assert halved["bytes_up"] == plain["bytes_up"] / 2
+    assert pruned["bytes_down"] == plain["bytes_down"]

@@ -20,6 +20,7 @@ import pandas as pd
 from benchmarks.bench_training import mnist300 as cut
 from benchmarks.rows import Row, Table
 from pflsec import api
+from pflsec.core import registry
 from pflsec.core.errors import PflsecError
 from pflsec.core.files import write_text
 
@@ -57,7 +58,13 @@ def jobs(what: str, file: str | None) -> list[Job]:
     """Return all runs of a table, those first that say most."""
     if what == "naive":
         return [Job("fedavg", d, 0, ("adaptive", "naive") if d != "none" else ("adaptive",), None) for d in HEURISTICS]
-    return [Job(m, d, seed, ("adaptive",), file) for seed in range(2) for d in DEFENSES for m in METHODS]
+    return [Job(m, _fitting(m, d), seed, ("adaptive",), file) for seed in range(2) for d in DEFENSES for m in METHODS]
+
+
+def _fitting(method: str, defense: str) -> str:
+    """Return a defense as the method can be trained under it: what is sent of raw data needs noise of its own."""
+    partial = registry.load("algorithms", method).dp_support.startswith("partial")
+    return f"{defense}+dp-release" if partial and defense.startswith("dp-sgd") else defense
 
 
 def run(job: Job) -> list[Row]:
@@ -72,7 +79,7 @@ def run(job: Job) -> list[Row]:
                     "algo": job.method,
                     "rounds": ROUNDS,
                     "seed": job.seed,
-                    "defense": [] if job.defense == "none" else [job.defense],
+                    "defense": [] if job.defense == "none" else job.defense.split("+"),
                     "capture_rounds": "first,last",
                     "capture_clients": "0,1,2,3",
                     "victims": 1,

@@ -15,7 +15,7 @@ from pflsec.reports import words
 from pflsec.reports.figures.frontier import UNTRAINED, colours_of, drawn_places
 from pflsec.reports.frontier import NOTHING, Frontier, Kind, Point, X, Y, attack_text, epsilon_text, x_text
 from pflsec.reports.load import RunData
-from pflsec.reports.tables import SUCCESS, epsilon_unit
+from pflsec.reports.tables import SUCCESS, epsilon_label
 
 Chart = dict[str, Any]
 SYMBOLS: dict[Kind, str] = {"defended": "square", "undefended": "circle-open", NOTHING: "diamond"}
@@ -77,7 +77,7 @@ def loss(runs: Sequence[RunData]) -> Chart | None:
 
 def epsilon(runs: Sequence[RunData]) -> Chart | None:
     """Return the spent epsilon by round, the largest over clients, with the unit that it protects."""
-    figure = _lines(runs, "epsilon", lambda run: f"{run.name} (per {epsilon_unit(run)})")
+    figure = _lines(runs, "epsilon", epsilon_label)
     return _chart(figure.update_yaxes(title={"text": "epsilon spent so far"}, rangemode="tozero")) if figure else None
 
 

@@ -10,11 +10,10 @@ from pflsec.reports import tables
 from pflsec.reports.frontier import Frontier
 from pflsec.reports.frontier import table as frontier_rows
 from pflsec.reports.load import RunData
-from pflsec.reports.words import DASH, mean, measured, number, percent, place, with_interval
+from pflsec.reports.words import DASH, mean, measured, number, of_clients, percent, place, with_interval
 
 Row = Mapping[str, Any]
 Cell = Callable[[Row], str]
-KINDS = {"aggregate": "aggregate: a sum over clients"}
 DIRECTIONS = {"down": "server to client", "up": "client to server", "private": "stays with the client"}
 
 
@@ -66,7 +65,7 @@ def leakage(rows: Sequence[Row]) -> Grid:
         "defense": _as("defense"),
         "attack": _attack,
         "attacker": lambda row: f"{row['adversary']}, {row['knowledge']}",
-        "kind": lambda row: KINDS.get(row["kind"], row["kind"]),
+        "kind": _kind,
     }
     numbers = {
         "victims": _as("victims"),
@@ -98,6 +97,10 @@ def leakage(rows: Sequence[Row]) -> Grid:
 
 def _attack(row: Row) -> str:
     return f"{row['attack']} (naive)" if row["naive"] else str(row["attack"])
+
+
+def _kind(row: Row) -> str:
+    return f"{row['kind']}: {of_clients(row['summed'])}" if row["summed"] > 1 else str(row["kind"])
 
 
 def _range(name: str) -> Cell:

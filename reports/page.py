@@ -201,7 +201,10 @@ def _curves(runs: Sequence[RunData], folder: Path) -> dict[str, Interactive | st
     losses = [(run.name, run.metrics["train_loss"].dropna()) for run in runs]
     lost = "; ".join(f"{name}: {number(values.iloc[-1], 3)}" for name, values in losses if len(values))
     private = tables.records(tables.privacy_table(runs))
-    spent = "; ".join(f"{row['run']}: {number(row['epsilon'], 2)} per {row['unit']}" for row in private)
+    spent = "; ".join(
+        f"{row['run']}: {number(row['epsilon'], 2)} {'without a guarantee' if row['note'] else 'per ' + row['unit']}"
+        for row in private
+    )
     alts = {
         "accuracy": f"Mean personal accuracy by round, ending at {said}." if said else "No run has a tested round.",
         "loss": f"Training loss by round, ending at {lost}." if lost else "No run has recorded a training loss.",

@@ -9,7 +9,7 @@ from matplotlib.ticker import MaxNLocator
 
 from pflsec.reports.figures.style import COLOURS, QUIET, percent_label, sentence, style
 from pflsec.reports.load import RunData
-from pflsec.reports.tables import epsilon_unit
+from pflsec.reports.tables import epsilon_label
 
 WORST: dict[str, Any] = {"linewidth": 1, "linestyle": (0, (4, 2))}
 LINES = ("-", "-.", ":")
@@ -40,8 +40,7 @@ def loss_curves(runs: Sequence[RunData]) -> Figure:
 
 def epsilon_curves(runs: Sequence[RunData]) -> Figure:
     """Return the spent epsilon by round, the largest over clients, of the runs under differential privacy."""
-    named = lambda run: f"{run.name} (per {epsilon_unit(run)})"  # noqa: E731
-    drawn = _curves(runs, "epsilon", "epsilon spent so far, the largest over clients", named)
+    drawn = _curves(runs, "epsilon", "epsilon spent so far, the largest over clients", epsilon_label)
     if drawn is None:
         return sentence("No run is differentially private")
     drawn[1].set_ylim(bottom=0)

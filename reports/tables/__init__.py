@@ -11,7 +11,14 @@ tokens      what attacks on texts recovered
 run         one run in full: wire and configuration
 """
 
-from pflsec.reports.tables.accuracy import accuracy_table, epsilon_unit, privacy_table, traffic_table
+from pflsec.reports.tables.accuracy import (
+    accuracy_table,
+    epsilon_label,
+    epsilon_unit,
+    no_guarantee,
+    privacy_table,
+    traffic_table,
+)
 from pflsec.reports.tables.headline import headline_table
 from pflsec.reports.tables.leakage import leakage_table, victims_table
 from pflsec.reports.tables.membership import membership_table
@@ -28,10 +35,12 @@ __all__ = [
     "accuracy_table",
     "as_text",
     "configuration_table",
+    "epsilon_label",
     "epsilon_unit",
     "headline_table",
     "leakage_table",
     "membership_table",
+    "no_guarantee",
     "privacy_table",
     "records",
     "tokens_table",

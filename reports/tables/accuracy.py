@@ -104,12 +104,24 @@ def _privacy(run: RunData) -> dict[str, Any]:
         "delta": deltas.get("most") if isinstance(deltas, dict) else deltas,
         "guarantee": str(dp.get("guarantee") or "not recorded"),
         "adversary": str(dp.get("adversary") or "not recorded"),
-        "note": "the noise was fixed for a test: no guarantee" if dp.get("test_seed") else "",
+        "note": no_guarantee(run),
     }
 
 
 def epsilon_unit(run: RunData) -> str:
-    """Return whom a run's epsilon protects: record, client, or not recorded."""
+    """Return whom a run's epsilon protects: record, user, or not recorded."""
+    return str((run.manifest.get("dp") or {}).get("unit") or "not recorded")
+
+
+def no_guarantee(run: RunData) -> str:
+    """Return why a run's epsilon guarantees nothing, or "" where it does: noise that was fixed, or none at all."""
     dp = run.manifest.get("dp") or {}
-    said = dp.get("epsilon_unit") or (dp.get("coverage") or {}).get("epsilon_unit")
-    return str(said or ("record" if "dp-sgd" in run.defense else "not recorded"))
+    if dp.get("test_seed"):
+        return "the noise was fixed for a test: no guarantee"
+    claim = str(dp.get("guarantee") or "")
+    return f"no guarantee ({claim})" if claim.startswith("none") else ""
+
+
+def epsilon_label(run: RunData) -> str:
+    """Return the run's name with whom its epsilon protects, or that it protects nobody."""
+    return f"{run.name} ({'no guarantee' if no_guarantee(run) else f'per {epsilon_unit(run)}'})"

@@ -78,6 +78,7 @@ def leakage_table(runs: Iterable[RunData]) -> pd.DataFrame:
     not_valid       victims of which nothing follows (attack_valid is false), in no other number: `not_valid_reasons` says why;
                     failures are those of them that diverged
     not_applicable  victims on which the attack had nothing to work; `reasons` says why
+    summed          clients in the attacked update: 1 for an upload, more where the adversary saw a sum over clients
     batch, steps    the largest B and K; batch_min, steps_min the smallest; iterations and restarts are medians, seconds a sum
     naive           the attacker ignored the defense that was there
     psnr_*          of the capped PSNR; psnr_blind is the median of the guess made without any message

@@ -350,6 +350,6 @@ def test_epsilon_is_shown_by_round_with_its_unit(tmp_path):
     spent = [json.dumps(line | {"epsilon": 2.0 * (t + 1)}) + "\n" for t, line in enumerate(lines)]
     (run / "metrics.jsonl").write_text("".join(spent))
     page = seen(write([run], tmp_path / "out"))
-    assert any("ending at private: 6.00 per record" in a.get("aria-label", "") for a in page.all("div"))
+    assert any("ending at private: 6.00 without a guarantee" in a.get("aria-label", "") for a in page.all("div"))
     assert "the noise was fixed for a test: no guarantee" in page.text
     assert (tmp_path / "out" / "figures" / "epsilon-by-round.pdf").exists()

@@ -294,15 +294,14 @@ def test_without_a_valid_image_there_is_no_worst_case_and_the_reason(run):
 
 
 def test_other_kinds_of_captures_are_never_joined_with_probes(run):
-    captures = [c.replace("probe", "aggregate") for c in CAPTURES[:3]]
-    other = write_run(run.parent / "sums", captures=[*CAPTURES[:3], *captures])
+    captures = [c.replace("probe", "update") for c in CAPTURES[:3]]
+    other = write_run(run.parent / "both", captures=[*CAPTURES[:3], *captures])
     rows = [score(other, c) for c in CAPTURES[:3]] + [score(other, c, psnr=50.0, batch=4) for c in captures]
     write_attack(other, rows)
     first, second = records(leakage_table([load_run(other)]))
     assert {(r["kind"], r["victims"], r["psnr_mean"]) for r in (first, second)} == {
-        ("aggregate", 3, 50.0), ("probe", 3, 30.0)}  # fmt: skip
+        ("update", 3, 50.0), ("probe", 3, 30.0)}  # fmt: skip
     assert headline_of(other)["n"] == 3
-    assert "aggregate: a sum over clients" in str(grids.leakage([first, second]))
 
 
 def test_rows_say_how_hard_the_attack_tried(run):

@@ -15,7 +15,7 @@ from pflsec.reports import words
 from pflsec.reports.figures.frontier import UNTRAINED, colours_of, drawn_places
 from pflsec.reports.frontier import NOTHING, Frontier, Kind, Point, X, Y, attack_text, epsilon_text, x_text
 from pflsec.reports.load import RunData
-from pflsec.reports.tables import SUCCESS, epsilon_label
+from pflsec.reports.tables import SUCCESS, epsilon_label, norm_lines, norms_table
 
 Chart = dict[str, Any]
 SYMBOLS: dict[Kind, str] = {"defended": "square", "undefended": "circle-open", NOTHING: "diamond"}
@@ -79,6 +79,20 @@ def epsilon(runs: Sequence[RunData]) -> Chart | None:
     """Return the spent epsilon by round, the largest over clients, with the unit that it protects."""
     figure = _lines(runs, "epsilon", epsilon_label)
     return _chart(figure.update_yaxes(title={"text": "epsilon spent so far"}, rangemode="tozero")) if figure else None
+
+
+def norms(runs: Sequence[RunData]) -> Chart | None:
+    """Return how long each part of the server's and of the clients' state is by round; clients: means over the cohort."""
+    figure, numbers = go.Figure(), {run.name: i for i, run in enumerate(runs)}
+    table = norms_table(runs)
+    for place, (run, holder, part, rounds, values) in enumerate(norm_lines(table)):
+        look = {"width": 2, "color": COLOURS[numbers[run] % len(COLOURS)], "dash": LINES[place % len(LINES)]}
+        said = escape(f"{run}: {holder}, {part}", quote=False)
+        figure.add_scatter(x=rounds, y=values, name=said, mode="lines+markers", line=look, legendgroup=run)
+    if not figure.data:
+        return None
+    figure.update_layout(xaxis={"title": {"text": "round"}, "tickformat": "d"}, hovermode="closest", showlegend=True)
+    return _chart(figure.update_yaxes(title={"text": "Euclidean norm"}, rangemode="tozero"))
 
 
 def _lines(runs: Sequence[RunData], column: str, name: Callable[[RunData], str]) -> go.Figure | None:

@@ -68,6 +68,7 @@ def leakage(rows: Sequence[Row]) -> Grid:
         "kind": _kind,
     }
     numbers = {
+        "rounds": _as("rounds"),
         "victims": _as("victims"),
         "blind guess": _as("psnr_blind", number),
         "median PSNR": _as("psnr_median", number),
@@ -93,6 +94,35 @@ def leakage(rows: Sequence[Row]) -> Grid:
         "labels": _as("labels", lambda value: value or DASH),
     }
     return _grid(rows, words, numbers, notes)
+
+
+def by_round(rows: Sequence[Row]) -> Grid:
+    """Return the leakage of every captured round as text, with the accuracy about it."""
+    words = {
+        "run": _as("run"),
+        "attack": _attack,
+        "attacker": lambda row: f"{row['adversary']}, {row['knowledge']}",
+        "kind": _kind,
+    }
+    numbers = {
+        "round": _as("round"),
+        "accuracy before": lambda row: "untrained" if row["round"] == 0 else percent(row["accuracy_before"]),
+        "accuracy after": _as("accuracy_after", percent),
+        "victims": _as("victims"),
+        "blind guess": _as("psnr_blind", number),
+        "median PSNR": _as("psnr_median", number),
+        "max PSNR": _as("psnr_max", number),
+        f"≥ {tables.SUCCESS:.0f} dB": _as("success", percent),
+        "identified": _as("identified", percent),
+        "labels right": _as("label_accuracy", percent),
+    }
+    return _grid(rows, words, numbers, {"private items": _as("hidden", lambda value: value or DASH)})
+
+
+def norms(rows: Sequence[Row]) -> Grid:
+    """Return the norms of what server and clients hold as text."""
+    words = {name: _as(name) for name in ("run", "holder", "part")}
+    return _grid(rows, words, {"round": _as("round"), "norm": _as("norm", lambda value: number(value, 3))})
 
 
 def _attack(row: Row) -> str:

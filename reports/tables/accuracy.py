@@ -1,6 +1,6 @@
 """How accurate runs are, what they send, and what privacy they have spent."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pandas as pd
@@ -69,6 +69,36 @@ def _accuracies(run: RunData) -> list[dict[str, Any]]:
 def _measures(place: pd.Series) -> dict[str, Any]:
     found = {name: place[column] for name, column in MEASURES.items()}
     return found | {"global": "none" if pd.isna(found["global"]) else found["global"]}
+
+
+def accuracies_about(run: RunData, t: int) -> dict[str, float]:
+    """Return the mean personal accuracy before and after round t, where it was measured."""
+    measured = run.metrics.set_index("round")[MEASURES["mean"]].dropna()
+    places = {"accuracy_before": t - 1, "accuracy_after": t}
+    return {name: float(measured[place]) for name, place in places.items() if place in measured.index}
+
+
+def norms_table(runs: Iterable[RunData]) -> pd.DataFrame:
+    """Return the Euclidean norms of what the server holds and of what clients keep, by run, round, holder and part.
+
+    holder  server, or clients: the mean over those that took part in the round; part: body, head, control ...
+    """
+    rows = [
+        {"run": run.name, "round": t, "holder": holder, "part": part, "norm": norm}
+        for run in runs
+        for t, norms in zip(run.metrics["round"], run.metrics["norms"], strict=True)
+        if isinstance(norms, dict)
+        for holder, parts in norms.items()
+        for part, norm in parts.items()
+    ]
+    return pd.DataFrame(rows, columns=["run", "round", "holder", "part", "norm"]).astype({"norm": "float64"})
+
+
+def norm_lines(table: pd.DataFrame) -> Iterator[tuple[str, str, str, list[int], list[float | None]]]:
+    """Return the norms table line by line: run, holder, part, rounds, and norms, None where one was not finite."""
+    for (run, holder, part), rows in table.groupby(["run", "holder", "part"], sort=False):  # type: ignore[misc]
+        values = [None if pd.isna(value) else float(value) for value in rows["norm"]]
+        yield str(run), str(holder), str(part), [int(t) for t in rows["round"]], values
 
 
 def traffic_table(runs: Iterable[RunData]) -> pd.DataFrame:

@@ -48,6 +48,9 @@
     place.replaceChildren();
   }
   draw();
+  for (const fold of document.querySelectorAll("details")) {
+    fold.addEventListener("toggle", () => { if (fold.open && fold.querySelector(".plot")) draw(); });
+  }
   dark.addEventListener("change", draw);
   narrow.addEventListener("change", draw);
 

@@ -31,7 +31,9 @@ def test_u131_a_negative_advantage_is_told_from_none_by_its_interval(mean: float
 SUM = "the sum over clients 0, 1, 2"
 
 
-def attacked(path: Path, adversary: str = "server", reason: str = "", defense: list[str] | None = None, **changes: Any) -> Path:
+def attacked(
+    path: Path, adversary: str = "server", reason: str = "", defense: list[str] | None = None, **changes: Any
+) -> Path:
     run = write_run(path, **changes)
     manifest = json.loads((run / "run.json").read_text())
     manifest["config"]["defense"] = defense or []

@@ -13,7 +13,7 @@ from pflsec.reports.load import RunData
 from pflsec.reports.tables import epsilon_label, norm_lines, norms_table
 
 WORST: dict[str, Any] = {"linewidth": 1, "linestyle": (0, (4, 2))}
-LINES = ("-", "-.", ":")
+LINES = ("-", "--", ":", "-.", (0, (8, 3)))
 
 
 def accuracy_curves(runs: Sequence[RunData]) -> Figure:
@@ -53,11 +53,12 @@ def norm_curves(runs: Sequence[RunData]) -> Figure:
     lines, names = list(norm_lines(norms_table(runs))), [run.name for run in runs]
     if not lines:
         return sentence("No run has recorded norms")
+    kinds = list(dict.fromkeys((holder, part) for _, holder, part, _, _ in lines))
     with style():
         figure = Figure(figsize=(7.6, 4.3 + 0.16 * len(lines)), layout="constrained")
         axes = figure.subplots()
-        for place, (run, holder, part, rounds, values) in enumerate(lines):
-            colour, line = COLOURS[names.index(run) % len(COLOURS)], LINES[place % len(LINES)]
+        for run, holder, part, rounds, values in lines:
+            colour, line = COLOURS[names.index(run) % len(COLOURS)], LINES[kinds.index((holder, part)) % len(LINES)]
             known = [math.nan if value is None else value for value in values]
             axes.plot(rounds, known, color=colour, linestyle=line, label=f" {run}: {holder}, {part}")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -73,9 +73,10 @@ def _measures(place: pd.Series) -> dict[str, Any]:
 
 def accuracies_about(run: RunData, t: int) -> dict[str, float]:
     """Return the mean personal accuracy before and after round t, where it was measured."""
-    measured = run.metrics.set_index("round")[MEASURES["mean"]].dropna()
+    measured = run.metrics.dropna(subset=[MEASURES["mean"]])
+    by_round = dict(zip(measured["round"], measured[MEASURES["mean"]], strict=True))
     places = {"accuracy_before": t - 1, "accuracy_after": t}
-    return {name: float(measured[place]) for name, place in places.items() if place in measured.index}
+    return {name: float(by_round[place]) for name, place in places.items() if place in by_round}
 
 
 def norms_table(runs: Iterable[RunData]) -> pd.DataFrame:

@@ -108,6 +108,7 @@ def rounds_table(runs: Iterable[RunData]) -> pd.DataFrame:
         for run in runs
         for attack in run.attacks
         for row in _leakages(run, attack, "round")
+        if not pd.isna(row["round"])
     ]
     return pd.DataFrame(rows, columns=list(BY_ROUND)).astype({"round": "Int64"})
 

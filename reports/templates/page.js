@@ -48,8 +48,9 @@
     place.replaceChildren();
   }
   draw();
-  for (const fold of document.querySelectorAll("details")) {
-    fold.addEventListener("toggle", () => { if (fold.open && fold.querySelector(".plot")) draw(); });
+  for (const place of document.querySelectorAll("details .plot")) {
+    const fold = place.closest("details");  // what is folded has no width to fit into
+    fold.addEventListener("toggle", () => { if (fold.open) Plotly.Plots.resize(place); });
   }
   dark.addEventListener("change", draw);
   narrow.addEventListener("change", draw);

@@ -134,13 +134,24 @@ def test_the_page_says_what_was_found(report):
 
 def test_tables_and_figures_are_files_too(report):
     out = report.parent
-    for name in ("headline", "frontier", "accuracy", "leakage", "victims", "traffic", "wire", "configuration"):
+    for name in (
+        "headline",
+        "frontier",
+        "accuracy",
+        "leakage",
+        "leakage-by-round",
+        "victims",
+        "norms",
+        "traffic",
+        "wire",
+        "configuration",
+    ):
         rows = json.loads((out / "tables" / f"{name}.json").read_text(), parse_constant=pytest.fail)
         with (out / "tables" / f"{name}.csv").open() as file:
             assert len(list(csv.DictReader(file))) == len(rows) > 0
         assert "\\toprule" in (out / "tables" / f"{name}.tex").read_text()
     names = {path.name for path in (out / "figures").iterdir()}
-    for name in ("frontier", "accuracy-by-round", "loss-by-round", "gallery-01-rep-dlg-1a2b3c4d"):
+    for name in ("frontier", "accuracy-by-round", "loss-by-round", "norms-by-round", "gallery-01-rep-dlg-1a2b3c4d"):
         assert {f"{name}.{kind}" for kind in ("png", "svg", "pdf")} <= names
 
 

@@ -150,9 +150,9 @@ def test_tables_and_figures_are_files_too(report):
         with (out / "tables" / f"{name}.csv").open() as file:
             assert len(list(csv.DictReader(file))) == len(rows) > 0
         assert "\\toprule" in (out / "tables" / f"{name}.tex").read_text()
-    names = {path.name for path in (out / "figures").iterdir()}
+    drawn = {path.name for path in (out / "figures").iterdir()}
     for name in ("frontier", "accuracy-by-round", "loss-by-round", "norms-by-round", "gallery-01-rep-dlg-1a2b3c4d"):
-        assert {f"{name}.{kind}" for kind in ("png", "svg", "pdf")} <= names
+        assert {f"{name}.{kind}" for kind in ("png", "svg", "pdf")} <= drawn
 
 
 def test_the_page_names_no_folder_of_this_machine(report):

@@ -209,11 +209,12 @@ def _curves(runs: Sequence[RunData], folder: Path) -> dict[str, Interactive | st
     spent = "; ".join(
         f"{row['run']}: {number(row['epsilon'], 2)} {'without a guarantee' if row['note'] else 'per ' + row['unit']}"
         for row in private
+        if row["epsilon"] is not None
     )
     alts = {
         "accuracy": f"Mean personal accuracy by round, ending at {said}." if said else "No run has a tested round.",
         "loss": f"Training loss by round, ending at {lost}." if lost else "No run has recorded a training loss.",
-        "epsilon": f"Epsilon by round, ending at {spent}." if spent else "No run is differentially private.",
+        "epsilon": f"Epsilon by round, ending at {spent}." if spent else "No run has a finite epsilon.",
         "norms": _norms_alt(runs),
     }
     drawings = {

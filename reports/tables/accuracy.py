@@ -121,8 +121,14 @@ def _traffic(run: RunData) -> dict[str, Any]:
 
 
 def privacy_table(runs: Iterable[RunData]) -> pd.DataFrame:
-    """Return a row for every run that spends an epsilon: how much, for whom (unit), at which delta, and what voids it (note)."""
-    return pd.DataFrame([_privacy(run) for run in runs if run.metrics["epsilon"].notna().any()], columns=list(PRIVACY))
+    """Return a row for every run under differential privacy: epsilon, for whom (unit), at which delta, and what voids it (note).
+
+    epsilon is missing where it is infinite.
+    """
+    private = [
+        run for run in runs if (run.manifest.get("dp") or {}).get("enabled") or run.metrics["epsilon"].notna().any()
+    ]
+    return pd.DataFrame([_privacy(run) for run in private], columns=list(PRIVACY))
 
 
 def _privacy(run: RunData) -> dict[str, Any]:

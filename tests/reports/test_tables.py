@@ -15,6 +15,7 @@ from pflsec.reports.tables import (
     configuration_table,
     headline_table,
     leakage_table,
+    privacy_table,
     records,
     rounds_table,
     victims_table,
@@ -356,3 +357,10 @@ PASSED, OFF = {"verdict": "passed", "reason": "x"}, {"verdict": "not run", "reas
 )  # fmt: skip
 def test_controls_in_words(found, state, said):
     assert (controls.state({"controls": found}), controls.sentence({"controls": found})) == (state, said)
+
+
+def test_clipping_without_noise_has_a_row_of_its_privacy_without_a_guarantee(tmp_path):
+    dp = {"enabled": True, "unit": "user", "guarantee": "none: clipping alone", "delta": {"most": 1e-3}}
+    (row,) = records(privacy_table(load_runs([write_run(tmp_path / "a", dp=dp), write_run(tmp_path / "b")])))
+    assert (row["run"], row["unit"], row["epsilon"]) == ("a", "user", None)
+    assert row["note"] == "no guarantee (none: clipping alone)"

@@ -214,7 +214,7 @@ def _curves(runs: Sequence[RunData], folder: Path) -> dict[str, Interactive | st
     alts = {
         "accuracy": f"Mean personal accuracy by round, ending at {said}." if said else "No run has a tested round.",
         "loss": f"Training loss by round, ending at {lost}." if lost else "No run has recorded a training loss.",
-        "epsilon": f"Epsilon by round, ending at {spent}." if spent else "No run has a finite epsilon.",
+        "epsilon": f"Epsilon by round, ending at {spent}." if spent else "No run is differentially private.",
         "norms": _norms_alt(runs),
     }
     drawings = {

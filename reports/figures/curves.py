@@ -43,7 +43,7 @@ def epsilon_curves(runs: Sequence[RunData]) -> Figure:
     """Return the spent epsilon by round, the largest over clients, of the runs under differential privacy."""
     drawn = _curves(runs, "epsilon", "epsilon spent so far, the largest over clients", epsilon_label)
     if drawn is None:
-        return sentence("No run has a finite epsilon")
+        return sentence("No run is differentially private")
     drawn[1].set_ylim(bottom=0)
     return _keyed(drawn[0])
 

@@ -15,7 +15,7 @@ from pflsec.reports import words
 from pflsec.reports.figures.frontier import UNTRAINED, colours_of, drawn_places
 from pflsec.reports.frontier import NOTHING, Frontier, Kind, Point, X, Y, attack_text, epsilon_text, x_text
 from pflsec.reports.load import RunData
-from pflsec.reports.tables import SUCCESS, epsilon_unit
+from pflsec.reports.tables import SUCCESS, epsilon_label, norm_lines, norms_table
 
 Chart = dict[str, Any]
 SYMBOLS: dict[Kind, str] = {"defended": "square", "undefended": "circle-open", NOTHING: "diamond"}
@@ -24,7 +24,7 @@ INK = {"ink": True}
 SHARES = ("recall", "identified", "ssim")
 COLOURS = ("#2f8fd0", "#e0671a", "#12a67c", "#d67fb1", "#dd9e00", "#5bb8ee", "#878e97")
 """The hues of the drawn figures, readable on light and on dark ground."""
-LINES = ("solid", "dash", "dot")
+LINES = ("solid", "dash", "dot", "dashdot", "longdash")
 
 
 def frontier(found: Frontier) -> Chart | None:
@@ -77,8 +77,24 @@ def loss(runs: Sequence[RunData]) -> Chart | None:
 
 def epsilon(runs: Sequence[RunData]) -> Chart | None:
     """Return the spent epsilon by round, the largest over clients, with the unit that it protects."""
-    figure = _lines(runs, "epsilon", lambda run: f"{run.name} (per {epsilon_unit(run)})")
+    figure = _lines(runs, "epsilon", epsilon_label)
     return _chart(figure.update_yaxes(title={"text": "epsilon spent so far"}, rangemode="tozero")) if figure else None
+
+
+def norms(runs: Sequence[RunData]) -> Chart | None:
+    """Return how long each part of the server's and of the clients' state is by round; clients: means over the cohort."""
+    figure, numbers = go.Figure(), {run.name: i for i, run in enumerate(runs)}
+    lines = list(norm_lines(norms_table(runs)))
+    kinds = list(dict.fromkeys((holder, part) for _, holder, part, _, _ in lines))
+    for run, holder, part, rounds, values in lines:
+        dash = LINES[kinds.index((holder, part)) % len(LINES)]
+        look = {"width": 2, "color": COLOURS[numbers[run] % len(COLOURS)], "dash": dash}
+        said = escape(f"{run}: {holder}, {part}", quote=False)
+        figure.add_scatter(x=rounds, y=values, name=said, mode="lines+markers", line=look, legendgroup=run)
+    if not figure.data:
+        return None
+    figure.update_layout(xaxis=_round_axis(runs), hovermode="closest", showlegend=True)
+    return _chart(figure.update_yaxes(title={"text": "Euclidean norm"}, rangemode="tozero"))
 
 
 def _lines(runs: Sequence[RunData], column: str, name: Callable[[RunData], str]) -> go.Figure | None:
@@ -97,8 +113,12 @@ def _lines(runs: Sequence[RunData], column: str, name: Callable[[RunData], str])
             figure.add_scatter(x=rounds, y=values, name=said, mode="lines+markers", line=look, legendgroup=str(number))
     if not figure.data:
         return None
-    ticks = {"tickformat": "d"} | ({"dtick": 1} if max(len(run.metrics) for run in runs) <= 12 else {})
-    return figure.update_layout(xaxis={"title": {"text": "round"}} | ticks, hovermode="x unified", showlegend=True)
+    return figure.update_layout(xaxis=_round_axis(runs), hovermode="x unified", showlegend=True)
+
+
+def _round_axis(runs: Sequence[RunData]) -> Chart:
+    every = {"dtick": 1} if max(len(run.metrics) for run in runs) <= 12 else {}
+    return {"title": {"text": "round"}, "tickformat": "d"} | every
 
 
 def _points(

@@ -20,13 +20,26 @@ def command(begin: str, *arguments: str) -> str:
 
 def commands(run: RunData) -> str:
     """Return the command lines that train and attack the run again, every setting spelt out."""
-    options = {k: v for k, v in run.config.items() if k not in ("settings", "defense")}
-    words = [_flag(name, value) for name, value in options.items() if value is not None]
-    words += [command("--defense", str(text)) for text in run.config.get("defense") or []]
-    words += _assignments(run.manifest["algorithm"]["settings"])
-    lines = [_folded("pflsec train", [*words, command("--name", run.path.name)])]
+    defenses = [command("--defense", str(text)) for text in run.config.get("defense") or []]
+    words = [*_options(run), *defenses, *_settings(run), command("--name", run.path.name)]
+    lines = [_folded("pflsec train", words)]
     lines += [_attack_command(run, attack) for attack in run.attacks]
     return "\n".join([*lines, command("pflsec report", run.path.name)])
+
+
+def undefended(run: RunData) -> str:
+    """Return the command, on one line, that trains the run's method as it did, but without a defense."""
+    words = [*_options(run, "dp_seed"), *_settings(run), command("--name", f"{run.path.name}-undefended")]
+    return " ".join(["pflsec train", *words])
+
+
+def _options(run: RunData, *without: str) -> list[str]:
+    options = {k: v for k, v in run.config.items() if k not in ("settings", "defense", *without)}
+    return [_flag(name, value) for name, value in options.items() if value is not None]
+
+
+def _settings(run: RunData) -> list[str]:
+    return _assignments(run.manifest["algorithm"]["settings"])
 
 
 def _attack_command(run: RunData, attack: AttackData) -> str:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from pflsec.core.errors import ConfigError, unknown
 from pflsec.reports import controls, tables, words
+from pflsec.reports.commands import undefended
 from pflsec.reports.groups import Group, by_seed
 from pflsec.reports.load import AttackData, RunData
 from pflsec.reports.tables.headline import VOID, unseen
@@ -155,7 +156,8 @@ def measure(runs: Sequence[RunData], x: str = "leakage", y: str = "accuracy") ->
             continue
         missing |= reasons
     found = Frontier(x, y, points, hidden, missing, _control_sentences(groups, points), _cautions(runs, groups))
-    return replace(found, points=_marked(found))
+    cautions = [*found.cautions, *_reference_cautions(found, groups), *_unit_cautions(found)]
+    return replace(found, points=_marked(found), cautions=cautions)
 
 
 def _marked(found: Frontier) -> list[Point]:
@@ -219,7 +221,7 @@ def _seed(run: RunData, x: str, y: str) -> _Seed | str:
     height = final["mean" if y == "accuracy" else y]
     if not isinstance(height, float):
         return "its method has no global model" if height == "none" else "no round has been tested"
-    epsilon = None if final["epsilon"] is None or _untrusted(run) else float(final["epsilon"])
+    epsilon = None if final["epsilon"] is None or tables.no_guarantee(run) else float(final["epsilon"])
     if x == "epsilon":
         return _Seed(0.0 if not run.sends else math.inf if epsilon is None else epsilon, height, epsilon=epsilon)
     if x in ("leakage", "recall") and (x == "recall") != run.holds_texts:
@@ -277,11 +279,6 @@ def _of_round_0(attack: AttackData) -> AttackData:
     return replace(attack, scores=attack.scores[attack.scores["round"] == 0], tokens=attack.tokens[first])
 
 
-def _untrusted(run: RunData) -> bool:
-    """Return whether the run's epsilon is none: its noise was fixed, for a test."""
-    return bool((run.manifest.get("dp") or {}).get("test_seed"))
-
-
 def _blind_level(run: RunData, axis: Axis) -> float | None:
     """Return what the guess without any message reaches on a run's victims, None where it was not measured."""
     if axis.column == "recall":
@@ -305,6 +302,26 @@ def _cautions(runs: Sequence[RunData], groups: Sequence[Group]) -> list[str]:
         if len({frozenset(attack.id for attack in run.attacks) for run in group.runs}) > 1
     ]
     return [*words.cautions(runs, tables.leakage_table(runs)), *unequal]
+
+
+def _reference_cautions(found: Frontier, groups: Sequence[Group]) -> list[str]:
+    """Return for each method that has defended runs here, but no point without a defense, why, and how to get one."""
+    said, placed = [], {p.algo for p in found.points if p.defense == "none"}
+    defended = {group.algo: group for group in reversed(groups) if group.defense != "none"}
+    for algo in sorted(defended.keys() - placed):
+        bare = [run.name for group in groups if group.algo == algo and group.defense == "none" for run in group.runs]
+        reasons = [f"{name}: {found.missing[name]}" for name in bare if name in found.missing]
+        how = "; ".join(reasons) or f"train it with: {undefended(defended[algo].runs[0])}"
+        said.append(f"The point of {algo} without a defense is missing, so its defended ones have no reference; {how}.")
+    return said
+
+
+def _unit_cautions(found: Frontier) -> list[str]:
+    """Return that an axis of epsilons has several units, where it does."""
+    units = {p.unit for p in found.points if p.epsilon is not None}
+    if found.x != "epsilon" or len(units) < 2:
+        return []
+    return [f"Epsilons per {' and per '.join(sorted(units))} stand on one axis, and are not comparable."]
 
 
 def _control_sentences(groups: Sequence[Group], points: Sequence[Point]) -> list[str]:

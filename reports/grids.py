@@ -10,11 +10,10 @@ from pflsec.reports import tables
 from pflsec.reports.frontier import Frontier
 from pflsec.reports.frontier import table as frontier_rows
 from pflsec.reports.load import RunData
-from pflsec.reports.words import DASH, mean, measured, number, percent, place, with_interval
+from pflsec.reports.words import DASH, mean, measured, number, of_clients, percent, place, with_interval
 
 Row = Mapping[str, Any]
 Cell = Callable[[Row], str]
-KINDS = {"aggregate": "aggregate: a sum over clients"}
 DIRECTIONS = {"down": "server to client", "up": "client to server", "private": "stays with the client"}
 
 
@@ -66,9 +65,10 @@ def leakage(rows: Sequence[Row]) -> Grid:
         "defense": _as("defense"),
         "attack": _attack,
         "attacker": lambda row: f"{row['adversary']}, {row['knowledge']}",
-        "kind": lambda row: KINDS.get(row["kind"], row["kind"]),
+        "kind": _kind,
     }
     numbers = {
+        "rounds": _as("rounds"),
         "victims": _as("victims"),
         "blind guess": _as("psnr_blind", number),
         "median PSNR": _as("psnr_median", number),
@@ -96,8 +96,41 @@ def leakage(rows: Sequence[Row]) -> Grid:
     return _grid(rows, words, numbers, notes)
 
 
+def by_round(rows: Sequence[Row]) -> Grid:
+    """Return the leakage of every captured round as text, with the accuracy about it."""
+    words = {
+        "run": _as("run"),
+        "attack": _attack,
+        "attacker": lambda row: f"{row['adversary']}, {row['knowledge']}",
+        "kind": _kind,
+    }
+    numbers = {
+        "round": _as("round"),
+        "accuracy before": lambda row: "untrained" if row["round"] == 0 else percent(row["accuracy_before"]),
+        "accuracy after": _as("accuracy_after", percent),
+        "victims": _as("victims"),
+        "blind guess": _as("psnr_blind", number),
+        "median PSNR": _as("psnr_median", number),
+        "max PSNR": _as("psnr_max", number),
+        f"≥ {tables.SUCCESS:.0f} dB": _as("success", percent),
+        "identified": _as("identified", percent),
+        "labels right": _as("label_accuracy", percent),
+    }
+    return _grid(rows, words, numbers, {"private items": _as("hidden", lambda value: value or DASH)})
+
+
+def norms(rows: Sequence[Row]) -> Grid:
+    """Return the norms of what server and clients hold as text."""
+    words = {name: _as(name) for name in ("run", "holder", "part")}
+    return _grid(rows, words, {"round": _as("round"), "norm": _as("norm", lambda value: number(value, 3))})
+
+
 def _attack(row: Row) -> str:
     return f"{row['attack']} (naive)" if row["naive"] else str(row["attack"])
+
+
+def _kind(row: Row) -> str:
+    return f"{row['kind']}: {of_clients(row['summed'])}" if row["summed"] > 1 else str(row["kind"])
 
 
 def _range(name: str) -> Cell:

@@ -100,6 +100,8 @@ METRICS = (
     "epsilon",
     "seconds",
 )
+HOLDERS = ("server", "clients")
+"""Whose norms stand in metrics.jsonl."""
 CAPTURE = re.compile(r"r(\d+)-c(\d+)-v(\d+)-([a-z]+)")
 WORDS = {"true": 1.0, "false": 0.0}
 
@@ -305,13 +307,26 @@ def _metrics(path: Path) -> pd.DataFrame:
             rows.append(row)
         elif number < len(lines):
             raise RunError(f"{path} is damaged: line {number} is not a round's JSON object.")
-    table = pd.DataFrame(rows).reindex(columns=list(dict.fromkeys([*METRICS, *(k for row in rows for k in row)])))
+    for row in rows:
+        _check_norms(row.get("norms"), row["round"], path)
+    table = pd.DataFrame(rows).reindex(
+        columns=list(dict.fromkeys([*METRICS, "norms", *(k for row in rows for k in row)]))
+    )
     for name in METRICS:
         try:
             table[name] = pd.to_numeric(table[name]).astype("int64" if name == "round" else "float64")
         except (TypeError, ValueError) as error:
             raise RunError(f"{path} is damaged: '{name}' is not a number in every round ({error}).") from error
     return table.drop_duplicates("round", keep="last").sort_values("round", ignore_index=True)
+
+
+def _check_norms(norms: Any, t: int, path: Path) -> None:
+    """Raise RunError unless these are {holder: {part: a number, or None where it was not finite}}, or nothing."""
+    parts = [norms.get(holder, {}) for holder in HOLDERS] if isinstance(norms, dict) else []
+    known = norms is None or (parts and set(norms) <= set(HOLDERS) and all(isinstance(part, dict) for part in parts))
+    values = [value for part in parts if isinstance(part, dict) for value in part.values()]
+    if not known or not all(value is None or isinstance(value, (int, float)) for value in values):
+        raise RunError(f"{path} is damaged: 'norms' of round {t} are not numbers by holder and part.")
 
 
 def _table(path: Path, kinds: Mapping[str, Kind], torn_end: bool = False) -> pd.DataFrame:

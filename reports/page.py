@@ -22,8 +22,10 @@ WITHHELD = (
     "Pictures of the victims' images were left out on request (--no-originals): neither originals nor "
     "reconstructions, which show the same data, are part of this report."
 )
-OPTIONAL = ("tokens", "privacy")
+OPTIONAL = ("leakage-by-round", "tokens", "privacy", "norms")
 """Tables that are made only where there is something in them."""
+FEW_LINES = 6
+"""Up to so many lines the figure of the norms is open."""
 Row = dict[str, Any]
 Sections = Sequence[tuple[str, Sequence[str]]]
 Made = dict[str, tuple[pd.DataFrame, Grid]]
@@ -93,11 +95,13 @@ def _tables(runs: Sequence[RunData], groups: Sequence[Group]) -> Made:
         "headline": (tables.headline_table(groups), grids.headline),
         "accuracy": (tables.accuracy_table(runs), grids.accuracy),
         "leakage": (tables.leakage_table(runs), grids.leakage),
+        "leakage-by-round": (tables.rounds_table(runs), grids.by_round),
         "tokens": (tables.tokens_table(runs), grids.words),
         "membership": (tables.membership_table(runs), grids.membership),
         "victims": (tables.victims_table(runs), grids.victims),
         "traffic": (tables.traffic_table(runs), grids.traffic),
         "privacy": (tables.privacy_table(runs), grids.privacy),
+        "norms": (tables.norms_table(runs), grids.norms),
         "wire": (pd.concat([tables.wire_table(run) for run in runs], ignore_index=True), grids.wire),
         "configuration": (
             pd.concat([tables.configuration_table(run) for run in runs], ignore_index=True),
@@ -124,6 +128,7 @@ def _content(runs: Sequence[RunData], groups: Sequence[Group], made: Made) -> di
         "reasons": grids.reasons(rows),
         "ssim": ", ".join(sorted({row["ssim_variant"] for row in rows} - {""})),
         "remedies": words.lpips_remedies(runs),
+        "few_norms": len(list(tables.norm_lines(made["norms"][0]))) <= FEW_LINES if "norms" in made else True,
         "success": f"{tables.SUCCESS:.0f}",
         "claim": tables.CLAIM,
         "controls": [(run.name, words.control_sentences(run)) for run in runs if run.attacks],
@@ -201,21 +206,33 @@ def _curves(runs: Sequence[RunData], folder: Path) -> dict[str, Interactive | st
     losses = [(run.name, run.metrics["train_loss"].dropna()) for run in runs]
     lost = "; ".join(f"{name}: {number(values.iloc[-1], 3)}" for name, values in losses if len(values))
     private = tables.records(tables.privacy_table(runs))
-    spent = "; ".join(f"{row['run']}: {number(row['epsilon'], 2)} per {row['unit']}" for row in private)
+    spent = "; ".join(
+        f"{row['run']}: {number(row['epsilon'], 2)} {'without a guarantee' if row['note'] else 'per ' + row['unit']}"
+        for row in private
+        if row["epsilon"] is not None
+    )
     alts = {
         "accuracy": f"Mean personal accuracy by round, ending at {said}." if said else "No run has a tested round.",
         "loss": f"Training loss by round, ending at {lost}." if lost else "No run has recorded a training loss.",
         "epsilon": f"Epsilon by round, ending at {spent}." if spent else "No run is differentially private.",
+        "norms": _norms_alt(runs),
     }
     drawings = {
         "accuracy": (charts.accuracy, figures.accuracy_curves),
         "loss": (charts.loss, figures.loss_curves),
         "epsilon": (charts.epsilon, figures.epsilon_curves),
+        "norms": (charts.norms, figures.norm_curves),
     }
     return {
         name: parts.interactive(chart(runs), figure(runs), folder / f"{name}-by-round", alts[name])
         for name, (chart, figure) in drawings.items()
     }
+
+
+def _norms_alt(runs: Sequence[RunData]) -> str:
+    lines = tables.norm_lines(tables.norms_table(runs))
+    last = "; ".join(f"{run}, {holder}, {part}: {number(values[-1], 3)}" for run, holder, part, _, values in lines)
+    return f"Norms of the states by round, ending at {last}." if last else "No run has recorded norms."
 
 
 def _galleries(runs: Sequence[RunData], folder: Path) -> list[tuple[str, Picture | Texts | str]]:

@@ -87,7 +87,13 @@ def batchnorm_sentences(run: RunData) -> list[str]:
 def place(row: Row) -> str:
     """Return whose batch a row of the headlines is about."""
     kind = "" if row["kind"] == "probe" else f", {row['kind']}"
-    return f"round {row['round']}, client {row['client']}, victim {row['victim']}{kind}"
+    whole = f", in {of_clients(row['summed'])}" if row["summed"] > 1 else ""
+    return f"round {row['round']}, client {row['client']}, victim {row['victim']}{kind}{whole}"
+
+
+def of_clients(count: int) -> str:
+    """Return what an adversary saw who saw no single upload."""
+    return f"a sum over {count} clients"
 
 
 def measured(row: Row, name: str) -> str:
@@ -207,7 +213,7 @@ def _judgement(row: Row) -> str:
 def cautions(runs: Sequence[RunData], leakage: pd.DataFrame) -> list[str]:
     """Return why numbers of these runs may not be set against each other; seeds of one configuration are as one run."""
     groups = [group.runs for group in by_seed(runs)]
-    facts = {
+    facts: dict[str, set[Any]] = {
         "dataset": {run.manifest["data"]["name"] for run in runs},
         "partition": {frozenset(str(run.manifest["data"].get("partition")) for run in group) for group in groups},
         "network": {(run.manifest["model"].get("name"), run.manifest["model"].get("parameters")) for run in runs},
@@ -216,9 +222,31 @@ def cautions(runs: Sequence[RunData], leakage: pd.DataFrame) -> list[str]:
         "number of rounds": {len(run.metrics) for run in runs},
         "size of the victim batches": set(leakage["batch"].dropna()),
         "local steps on them": set(leakage["steps"].dropna()),
+        "adversary": _by_run(leakage, "adversary"),
+        "kind of captures": _by_run(leakage, "kind"),
     }
     unequal = [name for name, values in facts.items() if len(values) > 1]
-    return [f"Not everything is equal here: {', '.join(unequal)}. Compare with care."] if unequal else []
+    said = [f"Not everything is equal here: {', '.join(unequal)}. Compare with care."] if unequal else []
+    return said + _sum_cautions(leakage)
+
+
+def _by_run(leakage: pd.DataFrame, name: str) -> set[frozenset[str]]:
+    """Return what the attacks on each run have in a column of the leakage table; equal runs are one."""
+    return {frozenset(values) for _, values in leakage.groupby("run")[name]}
+
+
+def _sum_cautions(leakage: pd.DataFrame) -> list[str]:
+    """Return that sums and single uploads, or sums of other sizes, stand side by side, where they do."""
+    scored = leakage[leakage["victims"] > 0]
+    counts = sorted(set(scored["summed"]))
+    if len(counts) < 2:
+        return []
+    sums = "; ".join(
+        f"{', '.join(dict.fromkeys(scored[scored['summed'] == count]['run']))}: "
+        f"{of_clients(count) if count > 1 else 'single uploads'}"
+        for count in counts
+    )
+    return [f"What was attacked holds other numbers of clients, and its numbers are not comparable: {sums}."]
 
 
 def next_steps(run: RunData) -> list[str]:

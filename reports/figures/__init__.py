@@ -7,7 +7,7 @@ curves    numbers by round
 frontier  accuracy against leakage
 """
 
-from pflsec.reports.figures.curves import accuracy_curves, epsilon_curves, loss_curves
+from pflsec.reports.figures.curves import accuracy_curves, epsilon_curves, loss_curves, norm_curves
 from pflsec.reports.figures.frontier import frontier
 from pflsec.reports.figures.gallery import gallery, has_pictures, psnr, write_gallery, write_sheet
 from pflsec.reports.figures.style import encode, save, sentence
@@ -20,6 +20,7 @@ __all__ = [
     "gallery",
     "has_pictures",
     "loss_curves",
+    "norm_curves",
     "psnr",
     "save",
     "sentence",

@@ -1,5 +1,6 @@
 """Numbers by round, a line for each run: accuracy, training loss, epsilon."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,10 +10,10 @@ from matplotlib.ticker import MaxNLocator
 
 from pflsec.reports.figures.style import COLOURS, QUIET, percent_label, sentence, style
 from pflsec.reports.load import RunData
-from pflsec.reports.tables import epsilon_unit
+from pflsec.reports.tables import epsilon_label, norm_lines, norms_table
 
 WORST: dict[str, Any] = {"linewidth": 1, "linestyle": (0, (4, 2))}
-LINES = ("-", "-.", ":")
+LINES = ("-", "--", ":", "-.", (0, (8, 3)))
 
 
 def accuracy_curves(runs: Sequence[RunData]) -> Figure:
@@ -40,12 +41,31 @@ def loss_curves(runs: Sequence[RunData]) -> Figure:
 
 def epsilon_curves(runs: Sequence[RunData]) -> Figure:
     """Return the spent epsilon by round, the largest over clients, of the runs under differential privacy."""
-    named = lambda run: f"{run.name} (per {epsilon_unit(run)})"  # noqa: E731
-    drawn = _curves(runs, "epsilon", "epsilon spent so far, the largest over clients", named)
+    drawn = _curves(runs, "epsilon", "epsilon spent so far, the largest over clients", epsilon_label)
     if drawn is None:
         return sentence("No run is differentially private")
     drawn[1].set_ylim(bottom=0)
     return _keyed(drawn[0])
+
+
+def norm_curves(runs: Sequence[RunData]) -> Figure:
+    """Return how long each part of the server's and of the clients' state is by round."""
+    lines, names = list(norm_lines(norms_table(runs))), [run.name for run in runs]
+    if not lines:
+        return sentence("No run has recorded norms")
+    kinds = list(dict.fromkeys((holder, part) for _, holder, part, _, _ in lines))
+    with style():
+        figure = Figure(figsize=(7.6, 4.3 + 0.16 * len(lines)), layout="constrained")
+        axes = figure.subplots()
+        for run, holder, part, rounds, values in lines:
+            colour, line = COLOURS[names.index(run) % len(COLOURS)], LINES[kinds.index((holder, part)) % len(LINES)]
+            known = [math.nan if value is None else value for value in values]
+            axes.plot(rounds, known, color=colour, linestyle=line, label=f" {run}: {holder}, {part}")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set_xlabel("round")
+        axes.set_ylabel("Euclidean norm")
+        axes.set_ylim(bottom=0)
+    return _keyed(figure)
 
 
 def _curves(

@@ -11,9 +11,18 @@ tokens      what attacks on texts recovered
 run         one run in full: wire and configuration
 """
 
-from pflsec.reports.tables.accuracy import accuracy_table, epsilon_unit, privacy_table, traffic_table
+from pflsec.reports.tables.accuracy import (
+    accuracy_table,
+    epsilon_label,
+    epsilon_unit,
+    no_guarantee,
+    norm_lines,
+    norms_table,
+    privacy_table,
+    traffic_table,
+)
 from pflsec.reports.tables.headline import headline_table
-from pflsec.reports.tables.leakage import leakage_table, victims_table
+from pflsec.reports.tables.leakage import leakage_table, rounds_table, victims_table
 from pflsec.reports.tables.membership import membership_table
 from pflsec.reports.tables.rows import CLAIM, FAILED, ILLUSTRATES, SETTING, SUCCESS, as_text, records
 from pflsec.reports.tables.run import configuration_table, wire_table
@@ -28,12 +37,17 @@ __all__ = [
     "accuracy_table",
     "as_text",
     "configuration_table",
+    "epsilon_label",
     "epsilon_unit",
     "headline_table",
     "leakage_table",
     "membership_table",
+    "no_guarantee",
+    "norm_lines",
+    "norms_table",
     "privacy_table",
     "records",
+    "rounds_table",
     "tokens_table",
     "traffic_table",
     "victims_table",

@@ -69,7 +69,7 @@ def headline_table(groups: Iterable[Group]) -> pd.DataFrame:
     Restarts are the attacker's choice, by the objective: nothing here is selected by the truth within one victim.
     """
     table = pd.DataFrame([_headline(group) for group in groups], columns=list(HEADLINE))
-    return table.astype(dict.fromkeys(("round", "client", "victim", "n", "clients"), "Int64"))
+    return table.astype(dict.fromkeys(("summed", "round", "client", "victim", "n", "clients"), "Int64"))
 
 
 def _headline(group: Group) -> dict[str, Any]:

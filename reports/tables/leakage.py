@@ -8,6 +8,7 @@ import pandas as pd
 from pflsec.core.statistics import FEWEST, TOO_FEW, summary
 from pflsec.reports import controls
 from pflsec.reports.load import SCORES, AttackData, RunData
+from pflsec.reports.tables.accuracy import accuracies_about
 from pflsec.reports.tables.rows import (
     FAILED,
     SETTING,
@@ -29,6 +30,7 @@ LEAKAGE = (
     "attack_id",
     *SETTING,
     "labels",
+    "rounds",
     "batch_min",
     "batch",
     "steps_min",
@@ -69,6 +71,11 @@ LEAKAGE = (
     "rate_note",
     "state",
 )
+BY_ROUND = (
+    *("run", "algo", "family", "defense", "attack_id", *SETTING, "naive", "round", "accuracy_before", "accuracy_after"),
+    *("victims", "not_valid", "not_applicable", "psnr_blind", "psnr_median", "psnr_max", "excess_mean"),
+    *("success", "identified", "label_accuracy"),
+)
 
 
 def leakage_table(runs: Iterable[RunData]) -> pd.DataFrame:
@@ -78,18 +85,37 @@ def leakage_table(runs: Iterable[RunData]) -> pd.DataFrame:
     not_valid       victims of which nothing follows (attack_valid is false), in no other number: `not_valid_reasons` says why;
                     failures are those of them that diverged
     not_applicable  victims on which the attack had nothing to work; `reasons` says why
+    summed          clients in the attacked update: 1 for an upload, more where the adversary saw a sum over clients
     batch, steps    the largest B and K; batch_min, steps_min the smallest; iterations and restarts are medians, seconds a sum
     naive           the attacker ignored the defense that was there
     psnr_*          of the capped PSNR; psnr_blind is the median of the guess made without any message
     excess_*        mean PSNR above that guess, with the 95% interval, clients being resampled whole
+    rounds          the captured rounds that are taken together here; by round: rounds_table
     *_low, *_high   95% Wilson intervals of shares of victims; excess_note and rate_note: why there is none
     """
     rows = [row for run in runs for attack in run.attacks for row in _leakages(run, attack)]
     return pd.DataFrame(rows, columns=list(LEAKAGE))
 
 
-def _leakages(run: RunData, attack: AttackData) -> list[dict[str, Any]]:
-    scores = settled(attack)
+def rounds_table(runs: Iterable[RunData]) -> pd.DataFrame:
+    """Return the leakage table's rows once more, one for each captured round.
+
+    accuracy_before, accuracy_after  mean personal accuracy that was measured after the round before, which the attacked client
+                                     received, and after the round itself; missing where it was not measured, as before round 0
+    """
+    rows = [
+        row | accuracies_about(run, row["round"])
+        for run in runs
+        for attack in run.attacks
+        for row in _leakages(run, attack, "round")
+        if not pd.isna(row["round"])
+    ]
+    return pd.DataFrame(rows, columns=list(BY_ROUND)).astype({"round": "Int64"})
+
+
+def _leakages(run: RunData, attack: AttackData, *also: str) -> list[dict[str, Any]]:
+    """Return a row for each setting of an attack, and for each value of the columns of the scores in `also`."""
+    scores, by = settled(attack), [*SETTING, *also]
     fixed = {
         **named(run),
         "attack_id": attack.id,
@@ -98,8 +124,8 @@ def _leakages(run: RunData, attack: AttackData) -> list[dict[str, Any]]:
         "state": attack.meta["state"],
     }
     return [
-        fixed | dict(zip(SETTING, key, strict=True)) | _leakage(group)
-        for key, group in scores.groupby(list(SETTING), sort=True, dropna=False)
+        fixed | dict(zip(by, key, strict=True)) | _leakage(group)
+        for key, group in scores.groupby(by, sort=True, dropna=False)
         if isinstance(key, tuple)
     ]
 
@@ -110,6 +136,7 @@ def _leakage(group: pd.DataFrame) -> dict[str, Any]:
     psnr = scored["psnr_capped"]
     return {
         "labels": common(tried["labels"]),
+        "rounds": ", ".join(map(str, sorted(set(group["round"].dropna())))),
         **{f"{name}_min": group[name].min() for name in ("batch", "steps")},
         **{name: group[name].max() for name in ("batch", "steps")},
         **{name: tried[name].astype(float).median() for name in ("iterations", "restarts")},

@@ -1,5 +1,6 @@
 """What the tables share: a run's names, which victims can speak, shares with their intervals, rows as plain values."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,9 @@ CLAIM = 20  # victims; below that a number illustrates, and supports no claim
 ILLUSTRATES = "illustrates only"
 NOT_APPLICABLE = "not-applicable"
 FAILED = ("diverged", "nonfinite")
-SETTING = ("attack", "adversary", "knowledge", "hidden", "kind")
+SETTING = ("attack", "adversary", "knowledge", "hidden", "kind", "summed")
+SUM = re.compile(r"the sum over clients? (\d+(?:, \d+)*)")
+"""What the reason of a row says where the adversary saw no upload of the victim alone."""
 
 
 def named(run: RunData) -> dict[str, Any]:
@@ -30,15 +33,22 @@ def is_naive(attack: AttackData) -> bool:
 
 
 def settled(attack: AttackData) -> pd.DataFrame:
-    """Return the scores; victims that could not be attacked get the others' commonest `hidden`.
+    """Return the scores with `summed`, the number of clients in what was attacked: 1 for an upload, more for a sum of them.
 
-    Nothing was treated there, so they would else stand apart from the row to which they belong.
+    Victims that could not be attacked get the others' commonest `hidden` and `summed`: nothing was treated there, so they would
+    else stand apart from the row to which they belong.
     """
-    scores = attack.scores.copy()
+    scores = attack.scores.assign(summed=[_summed(str(reason)) for reason in attack.scores["reason"]])
     absent = scores["status"] == NOT_APPLICABLE
-    usual = scores.loc[~absent, "hidden"].mode()
-    scores.loc[absent, "hidden"] = "" if usual.empty else str(usual.iloc[0])
+    for name, unknown in (("hidden", ""), ("summed", 1)):
+        usual = scores.loc[~absent, name].mode()
+        scores.loc[absent, name] = unknown if usual.empty else usual.iloc[0]
     return scores
+
+
+def _summed(reason: str) -> int:
+    found = SUM.search(reason)
+    return found[1].count(",") + 1 if found else 1
 
 
 def capture_names(scores: pd.DataFrame) -> pd.Series:

@@ -48,6 +48,10 @@
     place.replaceChildren();
   }
   draw();
+  for (const place of document.querySelectorAll("details .plot")) {
+    const fold = place.closest("details");  // what is folded has no width to fit into
+    fold.addEventListener("toggle", () => { if (fold.open) Plotly.Plots.resize(place); });
+  }
   dark.addEventListener("change", draw);
   narrow.addEventListener("change", draw);
 

@@ -130,7 +130,8 @@ def round_of(t: int, accuracy: float | None, common: float | None = None) -> dic
             "personal_accuracy_worst10": accuracy - 0.25,
             "global_accuracy": common,
         }
-    return row | {"epsilon": None, "seconds": 0.5}
+    norms = {"server": {"body": 9.0 + t}, "clients": {"head": 2.0, "control": None if t else 0.0}}
+    return row | {"norms": norms, "epsilon": None, "seconds": 0.5}
 
 
 def truth(run: Path, capture: str) -> Tensor:

@@ -51,7 +51,7 @@ def test_nothing_overflows_or_complains_and_every_chart_is_drawn(
     assert seen.run("[document.documentElement.scrollWidth, document.body.scrollWidth]") == [width, width]
     assert (
         seen.run("[...document.querySelectorAll('.plot')].map((one) => one.querySelectorAll('.main-svg').length > 0)")
-        == [True] * 3
+        == [True] * 4
     )
     assert seen.run("document.querySelectorAll('.plot .scatterlayer .point').length") > 10
     ground = seen.run("getComputedStyle(document.body).backgroundColor")
@@ -67,6 +67,21 @@ def test_the_button_changes_the_page_and_its_charts(chromium: browser.Browser, r
     assert seen.run("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 27)"
     assert seen.run(ink) == "rgb(230, 233, 236)"
     assert seen.run("document.querySelector('.theme').textContent") == "Light theme"
+    assert seen.complaints == []
+
+
+@pytest.mark.parametrize("width", [1280, 380])
+def test_many_norms_are_folded_and_fit_the_page_when_they_are_opened(
+    chromium: browser.Browser, report: Path, width: int
+):
+    seen = chromium.open(report, width)
+    assert seen.run("document.querySelector('.norms').open") is False
+    seen.run("document.querySelector('.norms').open = true")
+    seen.run("new Promise((done) => setTimeout(done, 300))")
+    inner = "document.querySelector('.norms .main-svg').getBoundingClientRect().width"
+    outer = "document.querySelector('.norms .plot').clientWidth"
+    assert seen.run(f"{outer} - {inner}") in range(25)
+    assert seen.run("document.documentElement.scrollWidth") == width
     assert seen.complaints == []
 
 

@@ -77,3 +77,15 @@ def test_infinity_stands_at_the_right_end(tmp_path: Path):
     assert traces(chart)["fedrep"]["x"] == [1.0]
     assert chart
     assert chart["layout"]["xaxis"]["ticktext"][-1] == "infinite"
+
+
+def test_norms_are_a_line_for_each_part_of_what_server_and_clients_hold(tmp_path: Path):
+    (run,) = load_runs([write_run(tmp_path / "a")])
+    seen = traces(charts.norms([run]))
+    assert {name: trace["y"] for name, trace in seen.items()} == {
+        "a: server, body": [9.0, 10.0, 11.0],
+        "a: clients, head": [2.0, 2.0, 2.0],
+        "a: clients, control": [0.0, None, None],
+    }
+    assert seen["a: server, body"]["x"] == [0, 1, 2]
+    assert charts.norms(load_runs([write_run(tmp_path / "young", accuracies=())])) is None

@@ -305,9 +305,8 @@ def test_controls_are_named_and_so_is_their_absence(tmp_path: Path):
 @pytest.mark.parametrize(
     ("defense", "dp", "unit"),
     [
-        ("dp-sgd:epsilon=8", {"enabled": True}, "record"),
-        ("dp-fedavg:epsilon=8", {"enabled": True, "epsilon_unit": "client"}, "client"),
-        ("dp-fedavg:epsilon=8", {"enabled": True, "coverage": {"epsilon_unit": "client"}}, "client"),
+        ("dp-sgd:epsilon=8", {"enabled": True, "unit": "record"}, "record"),
+        ("dp-fedavg:epsilon=8", {"enabled": True, "unit": "user"}, "user"),
         ("other", {}, "not recorded"),
     ],
 )

@@ -90,6 +90,8 @@ def test_a_round_played_again_after_a_resume_counts_once(run):
         ("run.json", '"shape": [', '"shape": ["x",', "description of the inputs is damaged"),
         ("run.json", '"direction": "down"', '"direct": "down"', "'direction' should be str"),
         ("metrics.jsonl", '"bytes_up": 1500000', '"bytes_up": "many"', "'bytes_up' is not a number"),
+        ("metrics.jsonl", '"body": 9.0', '"body": "long"', "'norms' of round 0 are not numbers by holder and part"),
+        ("metrics.jsonl", '"server": {', '"somebody": {', "'norms' of round 0 are not numbers by holder and part"),
         ("clients.csv", "true", "maybe", "row 2 has 'maybe' as uploaded, which is no flag"),
         ("attacks/dlg-1a2b3c4d/attack.json", '"schema": 1', '"schema": 7', "schema version 7"),
         ("attacks/dlg-1a2b3c4d/attack.json", '"captures": [', '"other": [', "'captures' should be list"),

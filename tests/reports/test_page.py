@@ -134,14 +134,25 @@ def test_the_page_says_what_was_found(report):
 
 def test_tables_and_figures_are_files_too(report):
     out = report.parent
-    for name in ("headline", "frontier", "accuracy", "leakage", "victims", "traffic", "wire", "configuration"):
+    for name in (
+        "headline",
+        "frontier",
+        "accuracy",
+        "leakage",
+        "leakage-by-round",
+        "victims",
+        "norms",
+        "traffic",
+        "wire",
+        "configuration",
+    ):
         rows = json.loads((out / "tables" / f"{name}.json").read_text(), parse_constant=pytest.fail)
         with (out / "tables" / f"{name}.csv").open() as file:
             assert len(list(csv.DictReader(file))) == len(rows) > 0
         assert "\\toprule" in (out / "tables" / f"{name}.tex").read_text()
-    names = {path.name for path in (out / "figures").iterdir()}
-    for name in ("frontier", "accuracy-by-round", "loss-by-round", "gallery-01-rep-dlg-1a2b3c4d"):
-        assert {f"{name}.{kind}" for kind in ("png", "svg", "pdf")} <= names
+    drawn = {path.name for path in (out / "figures").iterdir()}
+    for name in ("frontier", "accuracy-by-round", "loss-by-round", "norms-by-round", "gallery-01-rep-dlg-1a2b3c4d"):
+        assert {f"{name}.{kind}" for kind in ("png", "svg", "pdf")} <= drawn
 
 
 def test_the_page_names_no_folder_of_this_machine(report):
@@ -350,6 +361,6 @@ def test_epsilon_is_shown_by_round_with_its_unit(tmp_path):
     spent = [json.dumps(line | {"epsilon": 2.0 * (t + 1)}) + "\n" for t, line in enumerate(lines)]
     (run / "metrics.jsonl").write_text("".join(spent))
     page = seen(write([run], tmp_path / "out"))
-    assert any("ending at private: 6.00 per record" in a.get("aria-label", "") for a in page.all("div"))
+    assert any("ending at private: 6.00 without a guarantee" in a.get("aria-label", "") for a in page.all("div"))
     assert "the noise was fixed for a test: no guarantee" in page.text
     assert (tmp_path / "out" / "figures" / "epsilon-by-round.pdf").exists()

@@ -15,7 +15,9 @@ from pflsec.reports.tables import (
     configuration_table,
     headline_table,
     leakage_table,
+    privacy_table,
     records,
+    rounds_table,
     victims_table,
     wire_table,
 )
@@ -294,15 +296,35 @@ def test_without_a_valid_image_there_is_no_worst_case_and_the_reason(run):
 
 
 def test_other_kinds_of_captures_are_never_joined_with_probes(run):
-    captures = [c.replace("probe", "aggregate") for c in CAPTURES[:3]]
-    other = write_run(run.parent / "sums", captures=[*CAPTURES[:3], *captures])
+    captures = [c.replace("probe", "update") for c in CAPTURES[:3]]
+    other = write_run(run.parent / "both", captures=[*CAPTURES[:3], *captures])
     rows = [score(other, c) for c in CAPTURES[:3]] + [score(other, c, psnr=50.0, batch=4) for c in captures]
     write_attack(other, rows)
     first, second = records(leakage_table([load_run(other)]))
     assert {(r["kind"], r["victims"], r["psnr_mean"]) for r in (first, second)} == {
-        ("aggregate", 3, 50.0), ("probe", 3, 30.0)}  # fmt: skip
+        ("update", 3, 50.0), ("probe", 3, 30.0)}  # fmt: skip
     assert headline_of(other)["n"] == 3
-    assert "aggregate: a sum over clients" in str(grids.leakage([first, second]))
+
+
+def test_captured_rounds_have_rows_of_their_own_with_the_accuracy_about_them(run):
+    """Accuracies 0.5, 0.75, 0.7: nobody has trained before round 0; round 2 begins at 0.75 and ends at 0.7."""
+    rows = [score(run, c, psnr=50.0 if c.startswith("r000") else 10.0) for c in CAPTURES]
+    write_attack(run, rows)
+    (merged,) = records(leakage_table([load_run(run)]))
+    first, last = found = records(rounds_table([load_run(run)]))
+    assert (merged["rounds"], merged["psnr_median"], merged["victims"]) == ("0, 2", 30.0, 12)
+    assert [(r["round"], r["psnr_median"], r["victims"]) for r in found] == [(0, 50.0, 6), (2, 10.0, 6)]
+    assert (first["accuracy_before"], first["accuracy_after"]) == (None, 0.5)
+    assert (last["accuracy_before"], last["accuracy_after"]) == (0.75, 0.7)
+    assert grids.by_round(found).rows[0][4:7] == ["0", "untrained", "50.0\u00a0%"]
+
+
+def test_a_round_that_was_not_tested_has_no_accuracy(tmp_path):
+    path = write_run(tmp_path / "a", accuracies=(0.5, None, 0.6))
+    write_attack(path, [score(path, c) for c in CAPTURES[6:]])
+    (row,) = records(rounds_table([load_run(path)]))
+    assert (row["accuracy_before"], row["accuracy_after"]) == (None, 0.6)
+    assert grids.by_round([row]).rows[0][5] == "–"
 
 
 def test_rows_say_how_hard_the_attack_tried(run):
@@ -335,3 +357,10 @@ PASSED, OFF = {"verdict": "passed", "reason": "x"}, {"verdict": "not run", "reas
 )  # fmt: skip
 def test_controls_in_words(found, state, said):
     assert (controls.state({"controls": found}), controls.sentence({"controls": found})) == (state, said)
+
+
+def test_clipping_without_noise_has_a_row_of_its_privacy_without_a_guarantee(tmp_path):
+    dp = {"enabled": True, "unit": "user", "guarantee": "none: clipping alone", "delta": {"most": 1e-3}}
+    (row,) = records(privacy_table(load_runs([write_run(tmp_path / "a", dp=dp), write_run(tmp_path / "b")])))
+    assert (row["run"], row["unit"], row["epsilon"]) == ("a", "user", None)
+    assert row["note"] == "no guarantee (none: clipping alone)"

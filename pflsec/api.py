@@ -17,7 +17,7 @@ from pflsec.core import methodfile
 from pflsec.core.config import build
 from pflsec.core.errors import PflsecError, PflsecWarning, RunError
 from pflsec.data.datasets import Dataset
-from pflsec.runtime import attacking, checkpoint, manifest, privacy
+from pflsec.runtime import attacking, checkpoint, cluster, manifest, privacy
 from pflsec.runtime.estimate import Cost
 from pflsec.runtime.estimate import estimate as _estimate
 from pflsec.runtime.executor import Executor, Serial
@@ -84,6 +84,8 @@ def plan_training(
     setup = prepare(resolve(options, preset=preset, file=file, assignments=assignments), dataset)
     tracking.require(setup.config.track)
     privacy.check(setup)
+    if setup.config.executor == "ray":
+        cluster.library()
     return setup
 
 
@@ -213,9 +215,7 @@ def _play(setup: Setup, folder: RunFolder, on_round: OnRound, executor: str) -> 
 def _executor(setup: Setup, name: str) -> AbstractContextManager[Executor]:
     count = min(setup.config.workers or os.cpu_count() or 1, setup.federation.clients)
     if name == "ray":
-        from pflsec.runtime.cluster import Cluster
-
-        return closing(Cluster(setup, count))
+        return closing(cluster.Cluster(setup, count))
     return closing(Processes(setup, count) if name == "processes" else Serial(setup))
 
 

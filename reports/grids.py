@@ -53,6 +53,8 @@ def accuracy(rows: Sequence[Row]) -> Grid:
         "global": _as("global", lambda value: value if value == "none" else percent(value)),
         "rounds": lambda row: f"{row['rounds']} of {row['rounds_planned']}",
     }
+    if any(row["epsilon"] is not None for row in rows):
+        numbers["epsilon"] = _as("epsilon", lambda value: number(value, 2))
     names = {"run": "run", "family": "family", "defenses": "defense", "at": "at"}
     return _grid(rows, {head: _as(name) for head, name in names.items()}, numbers)
 

@@ -22,7 +22,7 @@ from pflsec.wire.capture import MOST_STEPS, Capture, Record
 ROUNDED_AWAY = 1.0
 """An upload whose rounding is expected to be as large as all that it says about the data says nothing about them."""
 SETTLED = 1e-9
-"""Relative distance between replays that differ in the client's draws alone, up to which those do not matter."""
+"""Distance, relative to all that is said, between replays that differ in the client's draws alone, up to which those do not matter."""
 SEVERED_REST = 1e-6
 """Relative size up to which a body counts as standing still: float64 differences of weights leave far less."""
 
@@ -234,7 +234,9 @@ def _by_chance(replay: Replay, cap: Capture) -> set[str]:
 
 
 def _unlike(one: Items, other: Items) -> set[str]:
-    return {name for name in one if relative_distance({name: other[name]}, {name: one[name]}) > SETTLED}
+    """Return the names of items that differ, measured by the size of all: what is zero but for rounding differs in nothing."""
+    size = float(norm(one))
+    return {name for name in one if float((other[name] - one[name]).norm()) > SETTLED * size}
 
 
 def visible_items(record: Record, patterns: Sequence[str]) -> set[str]:

@@ -26,7 +26,7 @@ from pflsec.leakage.matching import assign
 from pflsec.leakage.perceptual import Perceptual
 from pflsec.leakage.score import VictimScore, check_pool, parts, score
 from pflsec.leakage.vault import Outsiders, Pool, Truth, Vault, joined
-from pflsec.runtime import attacking, manifest
+from pflsec.runtime import attacking, cluster, manifest
 from pflsec.runtime.active import Client
 from pflsec.runtime.controls import Control
 from pflsec.runtime.folder import RunFolder, attack_folder, secure
@@ -104,6 +104,8 @@ class AttackSession:
 
     def __init__(self, folder: RunFolder, config: AttackConfig):
         self.folder, self.config = folder, config
+        if config.executor == "ray":
+            cluster.library()
         self.train, self.spec = attacking.training_config(folder)
         self.card = registry.card("algorithms", self.train.algo)
         self.naive = self.config.naive and bool(self.train.defense)

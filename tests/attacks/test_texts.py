@@ -168,7 +168,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> api.Run:
                      capture_rounds="0", runs_dir=tmp_path, name="texts")  # fmt: skip
 
 
-@pytest.mark.parametrize(("batch", "works"), [(1, {"embedding-rows"}), (3, {"embedding-rows", "membership"})])
+@pytest.mark.parametrize(
+    ("batch", "works"), [(1, {"embedding-rows", "tag"}), (3, {"embedding-rows", "tag", "membership"})]
+)
 def test_every_attack_works_on_texts_or_says_why_not(batch: int, works: set[str], tmp_path: Path):
     """Under the most that can be granted: whatever an attack looks at, tokens are no pixels. No test text is of the class of
     either single victim, so there is nobody to tell it from."""

@@ -123,7 +123,7 @@ def test_training_prints_json_on_stdout_and_everything_else_on_stderr(cli: Cli):
 def test_without_json_stdout_stays_empty(cli: Cli):
     result = cli.succeed(*TRAIN, "--capture-rounds", "none")
     assert result.out == ""
-    assert "pflsec attack dlg fedavg-digits-s0" in result.err
+    assert "without captures to attack; see it with: pflsec report fedavg-digits-s0" in result.err
 
 
 def test_a_name_that_is_taken_gets_a_number(cli: Cli, tmp_path: Path):

@@ -176,7 +176,7 @@ ATTACK = [
     (["ig", "--kind", "update"], "it has: rounds 0, clients 0, 1, kind probe"),
     (["ig", "--seed", "-1"], "seed is -1"),
     (["ig", "--workers", "0"], "workers is 0"),
-    (["ig", "--executor", "ray"], "executor is 'ray'"),
+    (["ig", "--executor", "threads"], "executor is 'threads'"),
     (["ig", "--lpips", "resnet"], "lpips is 'resnet'"),
     (["ig", "--lpips-weights", "missing.pth"], "missing.pth cannot be read"),
     (["ig", "--lpips-weights", "."], "cannot be read"),

@@ -105,7 +105,8 @@ def test_a_method_keeps_nothing_between_calls(case: Case):
     algorithm.aggregate(ex.server, uploads(ex))
     assert vars(algorithm).keys() == before.keys()
     assert all(vars(algorithm)[name] is value for name, value in before.items())
-    assert set(before) == {"cfg", "net", "clients", "contract"}
+    # What noised gradients cover may depend on settings.
+    assert set(before) - {"dp_support"} == {"cfg", "net", "clients", "contract"}
 
 
 @for_every_case

@@ -258,7 +258,7 @@ def test_a_network_with_batchnorm_learns_alike_clients():
     torch.set_default_dtype(torch.float32)
     found = []
     for clients in (4, 1):
-        federated = Federated(plan("fedavg", clients=clients, partition="iid", batch_size=20))
+        federated = Federated(plan("fedavg", clients=clients, partition="iid", alpha=0.1, batch_size=20))
         federated.advance()
         found.append(federated.advance()[0]["personal_accuracy_weighted"])
     assert min(found) > 0.9

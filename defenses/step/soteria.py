@@ -70,8 +70,10 @@ class Prepared(Soteria):
         x = x.detach().requires_grad_()
         with self.net.reading(self.layer) as read:
             loss = on(params, x, y).mean()
-        slopes = torch.autograd.grad(loss, list(params.values()), retain_graph=True, allow_unused=True)
-        found = {k: torch.zeros_like(p) if g is None else g for (k, p), g in zip(params.items(), slopes, strict=True)}
+        if not params:  # a network that is cut at its first layer has an empty body
+            return loss.detach(), []
+        plain = torch.autograd.grad(loss, list(params.values()), retain_graph=True, allow_unused=True)
+        found = {k: torch.zeros_like(p) if g is None else g for (k, p), g in zip(params.items(), plain, strict=True)}
         for name in filter(self._is_weight, params):
             reads = read[id(params[name])][1] if id(params[name]) in read else []
             if (ratio := sensitivity(reads, x)) is not None:

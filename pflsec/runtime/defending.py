@@ -58,7 +58,12 @@ def _check_together(made: list[Defense[Any]]) -> None:
             f"--defense {alone} guarantees nothing by itself: what is released has passed a model that was fitted to the same "
             "records. Add --defense dp-sgd."
         )
-    beside = next((d.key for d in made if isinstance(d, ShapingDefense)), None)
+    shaped = [d.key for d in made if isinstance(d, ShapingDefense)]
+    if len(shaped) > 1:
+        raise ConfigError(
+            f"--defense {shaped[0]} and --defense {shaped[1]} would both change every step's gradient; choose one of them."
+        )
+    beside = next(iter(shaped), None)
     if beside and (private := next((d.key for d in made if isinstance(d, StepDefense)), None)):
         raise ConfigError(
             f"--defense {beside} cannot be combined with --defense {private}: what it changes in a gradient follows the raw "

@@ -53,7 +53,9 @@ def by_hand(items: dict[str, Tensor], x: Tensor) -> Tensor:
         one = image[None].clone().requires_grad_()
         r = toys.hand_features(items, one)[0]
         for j in range(5):
-            ratio[j] += float(r[j].abs()) / float(torch.autograd.grad(r[j], one, retain_graph=True)[0].norm()) / len(x)
+            ratio[j] += (
+                float(r[j].detach().abs()) / float(torch.autograd.grad(r[j], one, retain_graph=True)[0].norm()) / len(x)
+            )
     return ratio
 
 

@@ -1,8 +1,8 @@
 """A defense: a pure transformation of messages at one of the three seams of the channel."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Generic, Literal, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from pflsec.core.config import Config
 from pflsec.core.items import Items
 from pflsec.core.local import LossPerExample
+from pflsec.core.network import Net
 
 C = TypeVar("C", bound=Config)
 
@@ -187,6 +188,29 @@ class ReleaseDefense(Defense[C]):
     def over(self, guard: Guard, *key: int | str) -> Guard:
         """Return a guard that protects class sums, and leaves steps to another; `key` names its noise."""
         raise TypeError(f"{type(self).__name__} does not define over().")
+
+
+class ShapingDefense(Defense[C]):
+    """Base of defenses inside local training that change the gradient of each step by what they see of its batch, and keep no
+    account: nothing is guaranteed. Data are reached as ever; what a client sends beside its gradients is left alone."""
+
+    seam = "step"
+
+    def at(self, net: Net) -> "ShapingDefense[C] | None":
+        """Return this defense for a network, or None where it changes nothing."""
+        raise TypeError(f"{type(self).__name__} does not define at().")
+
+    def gradient(self, on: LossPerExample, params: Items, x: Tensor, y: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Return mean(on) over this batch, 0-d, and the gradient to step by, one tensor a parameter; `on` is asked once."""
+        raise TypeError(f"{type(self).__name__} does not define gradient().")
+
+    def why_not(self, net: Net, x: Tensor, sent: "Callable[[ShapingDefense[Any], Tensor], Items]") -> str | None:
+        """Return why it would be of no use, or None where it is of some.
+
+        x     a few inputs
+        sent  what the method's client sends if this defense stands in its training on such inputs
+        """
+        raise TypeError(f"{type(self).__name__} does not define why_not().")
 
 
 class StepDefense(Defense[C]):

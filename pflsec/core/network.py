@@ -11,6 +11,9 @@ from pflsec.core.items import Items
 Statistics = dict[int, tuple[Tensor, Tensor]]
 """New running statistics by the identity of the tensor that was read in the forward pass: (that tensor, the new one)."""
 
+Reads = dict[int, tuple[Tensor, list[Tensor]]]
+"""Inputs of a linear layer by the identity of the weight that it had: (that weight, the input of every pass with it)."""
+
 
 class Net(Protocol):
     """A network as a function of named items: body (x to features) and head (features to logits).
@@ -47,6 +50,16 @@ class Net(Protocol):
     def linear_inputs(self, items: Mapping[str, Tensor], x: Tensor) -> Mapping[str, Tensor]:
         """Return what each linear layer reads for inputs x, [B, n], by the prefix of its parameters, in the order of the
         forward pass. Layers that read more than one vector an input are left out."""
+        ...
+
+    @property
+    def last_layer(self) -> str | None:
+        """Prefix of the final linear layer's parameters, or None if the network ends otherwise."""
+        ...
+
+    def reading(self, layer: str) -> AbstractContextManager[Reads]:
+        """Return the context of forward passes in which what a linear layer reads, by the prefix of its parameters, is found in
+        what it yields: as long as the method runs the network, and whatever it names its items."""
         ...
 
     def fresh(self, *key: int | str) -> Items:

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from pflsec.core.errors import ModelError
 from pflsec.core.inputs import example
 from pflsec.core.items import Items
-from pflsec.core.network import Statistics
+from pflsec.core.network import Reads, Statistics
 from pflsec.core.streams import seed_of
 from pflsec.models import batchnorm
 from pflsec.models.batchnorm import BatchNorm
@@ -104,6 +104,24 @@ class Network:
             for hook in hooks:
                 hook.remove()
         return {name: many[0] for name, many in read.items() if len(many) == 1 and many[0].dim() == 2}
+
+    @contextmanager
+    def reading(self, layer: str) -> Iterator[Reads]:
+        """Yield what this linear layer reads in the forward passes of the context (see pflsec.core.network.Net)."""
+        part, _, path = layer.partition(".")
+        module = (self._body if part == "body" else self._head).get_submodule(path)
+        read: Reads = {}
+
+        def look(module: nn.Module, given: tuple[Tensor, ...]) -> None:
+            weight = module._parameters["weight"]
+            assert weight is not None  # a linear layer has one
+            read.setdefault(id(weight), (weight, []))[1].append(given[0])
+
+        hook = module.register_forward_pre_hook(look)
+        try:
+            yield read
+        finally:
+            hook.remove()
 
     def laid_out(self, x: Tensor) -> Tensor:
         """Return inputs [B, C, H, W] in the memory layout in which a forward pass is fastest: channels last, up to 3 times

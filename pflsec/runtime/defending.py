@@ -1,13 +1,15 @@
 """The defenses of a run: made from their texts, and refused where they do not go together or not with the run."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from pflsec.config.train import TrainConfig, parse_assignments, split_assignments
 from pflsec.core import registry
 from pflsec.core.config import build as build_config
 from pflsec.core.contract import Contract, kind_of
-from pflsec.core.defense import AggregateDefense, Defense, ReleaseDefense, StepDefense, UserDefense
+from pflsec.core.defense import AggregateDefense, Defense, ReleaseDefense, ShapingDefense, StepDefense, UserDefense
 from pflsec.core.errors import ConfigError
+from pflsec.core.network import Net
 from pflsec.runtime import cohort as cohorts
 
 SEAMS = ("step", "uplink", "aggregate")
@@ -56,6 +58,17 @@ def _check_together(made: list[Defense[Any]]) -> None:
             f"--defense {alone} guarantees nothing by itself: what is released has passed a model that was fitted to the same "
             "records. Add --defense dp-sgd."
         )
+    shaped = [d.key for d in made if isinstance(d, ShapingDefense)]
+    if len(shaped) > 1:
+        raise ConfigError(
+            f"--defense {shaped[0]} and --defense {shaped[1]} would both change every step's gradient; choose one of them."
+        )
+    beside = next(iter(shaped), None)
+    if beside and (private := next((d.key for d in made if isinstance(d, StepDefense)), None)):
+        raise ConfigError(
+            f"--defense {beside} cannot be combined with --defense {private}: what it changes in a gradient follows the raw "
+            "batch, which the account knows nothing of. Drop one of them."
+        )
     for one in made:
         if both := next((key for key in one.excludes if key in keys), None):
             raise ConfigError(
@@ -66,6 +79,12 @@ def _check_together(made: list[Defense[Any]]) -> None:
     if ordered != made:
         right = " ".join(f"--defense {d.key}" for d in ordered)
         raise ConfigError(f"defenses act in the order of their seams ({', '.join(SEAMS)}); write them so: {right}.")
+
+
+def shaping(defenses: Sequence[Defense[Any]], net: Net) -> ShapingDefense[Any] | None:
+    """Return what changes every gradient of the clients' local work on a network, or None."""
+    found = next((d for d in defenses if isinstance(d, ShapingDefense)), None)
+    return None if found is None else found.at(net)
 
 
 def without_hidden_captures(config: TrainConfig, defenses: tuple[Defense[Any], ...]) -> TrainConfig:

@@ -45,6 +45,7 @@ def estimate(setup: Setup) -> Cost:
     with one_thread():
         for _ in range(2):
             ctx = LocalWork(setup.net, x[part], y[part], config.lr, epochs, config.batch_size, config.seed, 0, client)
+            ctx.shaping = setup.shaping
             began = time.perf_counter()
             up = algorithm.local(ctx, state, down).up
             seconds = min(seconds, time.perf_counter() - began)

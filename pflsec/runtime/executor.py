@@ -154,6 +154,7 @@ def work(setup: Setup, job: Job) -> Outcome:
     """Do one client's local work. Errors name round, client and item."""
     began = time.perf_counter()
     ctx = context(setup, job.round, job.client, job.guard)
+    ctx.shaping = setup.shaping
     where = f"round {job.round}, client {job.client}"
     with naming(setup, where):
         done = setup.algorithm.local(for_method(ctx), job.state, job.down)

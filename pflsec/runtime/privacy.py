@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pflsec.core.change import reference
 from pflsec.core.contract import kind_of
-from pflsec.core.defense import Guard, ReleaseDefense, Spend, StepDefense, UserDefense
+from pflsec.core.defense import Guard, ReleaseDefense, ShapingDefense, Spend, StepDefense, UserDefense
 from pflsec.core.errors import PflsecWarning, PrivacyError
 from pflsec.core.items import Items
 from pflsec.core.network import Net
@@ -84,6 +84,25 @@ def check(setup: Setup) -> None:
     mechanism(setup)
     if user_mechanism(setup) is None:
         sums.check(setup)
+    if (shaping := setup.shaping) is not None and (reason := _unshaped(setup, shaping)):
+        raise PrivacyError(
+            f"{setup.config.algo} cannot be trained under {shaping.key} ({reason}). Choose another method, other "
+            f"settings, or no {shaping.key}."
+        )
+
+
+def _unshaped(setup: Setup, shaping: ShapingDefense[Any]) -> str | None:
+    """Return why a defense that changes gradients is of no use, or None: found by doing local work on two rows."""
+    x, y = (t[:2] for t in setup.federation.train(0))
+    server = setup.server_first
+    state, down = setup.algorithm.init_client(setup.server_fresh, server), setup.algorithm.downlink(server, 0)
+
+    def sent(by: ShapingDefense[Any], x: Tensor) -> Items:
+        ctx = LocalWork(setup.net, x, y, setup.config.lr, 1, len(y), 0, 0, 0, shaping=by, fixed_epochs=True)
+        with torch.random.fork_rng(devices=[]):
+            return setup.algorithm.local(for_method(ctx), state, down).up
+
+    return shaping.why_not(setup.net, x, sent)
 
 
 def coverage(setup: Setup) -> dict[str, str]:

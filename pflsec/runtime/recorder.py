@@ -187,6 +187,7 @@ class Recorder:
         setup, state, (x, y) = self.setup, now.states[record.client], self._batch(rows)
         distance = self._check(record, x, y, state)
         ctx = local_work(setup.net, record, x, y, setup.config.seed, Training)
+        ctx.shaping = setup.shaping
         if ledger is not None:
             key = "probe", record.round, record.victim
             ctx.guard = ledger.guard(record.client, *key, samples=len(rows), batch_size=len(rows))

@@ -12,7 +12,7 @@ from torch import Tensor
 from pflsec.core import change as changes
 from pflsec.core.algorithm import Algorithm
 from pflsec.core.contract import kind_of
-from pflsec.core.defense import Defense, ReleaseDefense, StepDefense
+from pflsec.core.defense import Defense, ReleaseDefense, ShapingDefense, StepDefense
 from pflsec.core.errors import ConfigError, Inconclusive, NotApplicable
 from pflsec.core.items import Items, arithmetic, cast, detached, floating, norm, select, subtract
 from pflsec.models.network import Network
@@ -80,7 +80,8 @@ class Replay:
         self.algorithm, self.net, self.record, self.seed, self.reference = algorithm, net, record, seed, reference
         self.longest = next((d.longest for d in defenses if isinstance(d, StepDefense)), None)
         self.row_bound = next((d.bound for d in defenses if isinstance(d, ReleaseDefense)), None)
-        self.adapting = [d for d in defenses if type(d).adapt is not Defense.adapt]
+        here = [d.at(net) if isinstance(d, ShapingDefense) else d for d in defenses]
+        self.adapting = [d for d in here if d is not None and type(d).adapt is not Defense.adapt]
         self._cast: dict[torch.dtype, tuple[Items, Items]] = {}
         self._features_alone: bool | None = None
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pflsec.core.defense import Guard
+from pflsec.core.defense import Guard, ShapingDefense
 from pflsec.core.errors import PrivacyError
 from pflsec.core.items import Items, arithmetic
 from pflsec.core.local import Local, LossPerExample, Penalty, Projection, RowOf, Stop
@@ -99,6 +99,8 @@ class LocalWork:
     client: int
     driver: Driver = field(default_factory=Training)
     guard: Guard | None = None
+    shaping: ShapingDefense[Any] | None = None
+    """What changes the gradient of every step, without an account."""
     longest: float | None = None
     """Norm to which each example's gradient is clipped, in the replay of work that a guard did so; None: not at all."""
     row_bound: float | None = None
@@ -133,6 +135,8 @@ class LocalWork:
         held = self._begin(params)
         rate = self.lr if lr is None else lr
         draws = self.rng(f"penalty.{phase}")
+        if features_of is not None and self.shaping is not None:
+            on, features_of = self._after(features_of, on), None
         inputs = self.x if features_of is None else self._features(features_of)
         log: list[Tensor] | None = self.losses if phase == "main" else [] if until else None
         seen: list[float] = []
@@ -194,6 +198,8 @@ class LocalWork:
     def full_gradient(self, params: Mapping[str, Tensor], on: LossPerExample) -> Items:
         self._refuse_raw("ctx.full_gradient")
         held = self._begin(params)
+        if self.shaping is not None:
+            return dict(zip(held, self.shaping.gradient(on, held, self.x, self.y)[1], strict=True))
         total = [torch.zeros_like(p) for p in held.values()]
         for x, y in zip(self.x.split(FEATURE_BATCH), self.y.split(FEATURE_BATCH), strict=True):
             part = self._gradient(on(held, x, y).sum(), held)
@@ -206,6 +212,10 @@ class LocalWork:
 
     def _features(self, body: Mapping[str, Tensor]) -> Tensor:
         return self._rows_of(lambda x: self.net.features(body, x))
+
+    def _after(self, body: Mapping[str, Tensor], on: LossPerExample) -> LossPerExample:
+        """Return a loss of features as one of inputs, for those who look at how the features follow from them."""
+        return lambda params, x, y: on(params, self.net.features(body, x), y)
 
     def _rows_of(self, of: RowOf) -> Tensor:
         if self.driver.keeps_graph:
@@ -270,9 +280,9 @@ class LocalWork:
         draws: torch.Generator,
         log: list[Tensor] | None,
     ) -> list[Tensor]:
-        """Return the gradient of one step. A penalty sees no data: where there is a guard, it passes beside it."""
+        """Return the gradient of one step. A penalty sees no data: where a defense stands, it passes beside it."""
         self._statistics = {}
-        if self.guard is None and self.longest is None:
+        if self.guard is None and self.longest is None and self.shaping is None:
             with self.net.training() as seen:
                 loss = on(held, x, y).mean()
             # By identity: a teacher that is asked inside the loss reads other tensors, and is left alone.
@@ -281,10 +291,15 @@ class LocalWork:
             if log is not None:
                 log.append(loss.detach())
             return self._gradient(loss if penalty is None else loss + penalty(held, draws), held)
-        gradients = self.guard.gradient(on, held, x, y) if self.guard else self._clipped(on, held, x, y)
-        if log is not None and len(x):
-            with torch.no_grad():
-                log.append(on(held, x, y).mean())
+        if self.shaping is not None:
+            loss, gradients = self.shaping.gradient(on, held, x, y)
+            if log is not None:
+                log.append(loss)
+        else:
+            gradients = self.guard.gradient(on, held, x, y) if self.guard else self._clipped(on, held, x, y)
+            if log is not None and len(x):
+                with torch.no_grad():
+                    log.append(on(held, x, y).mean())
         if penalty is not None:
             pull = self._gradient(penalty(held, draws), held)
             gradients = [g + p for g, p in zip(gradients, pull, strict=True)]

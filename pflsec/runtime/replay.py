@@ -22,7 +22,7 @@ from pflsec.wire.capture import MOST_STEPS, Capture, Record
 ROUNDED_AWAY = 1.0
 """An upload whose rounding is expected to be as large as all that it says about the data says nothing about them."""
 SETTLED = 1e-9
-"""Distance, relative to all that is said, between replays that differ in the client's draws alone, up to which those do not matter."""
+"""Distance, relative to all that is said, up to which it does not matter that the client draws otherwise."""
 SEVERED_REST = 1e-6
 """Relative size up to which a body counts as standing still: float64 differences of weights leave far less."""
 

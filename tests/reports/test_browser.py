@@ -79,7 +79,7 @@ def test_many_norms_are_folded_and_fit_the_page_when_they_are_opened(
     seen.run("document.querySelector('.norms').open = true")
     seen.run("new Promise((done) => setTimeout(done, 300))")
     inner = "document.querySelector('.norms .main-svg').getBoundingClientRect().width"
-    outer = "document.querySelector('.norms .plot').clientWidth"
+    outer = "document.querySelector('.norms .plot').offsetWidth"
     assert seen.run(f"{outer} - {inner}") in range(25)
     assert seen.run("document.documentElement.scrollWidth") == width
     assert seen.complaints == []

@@ -90,7 +90,9 @@ def norms(runs: Sequence[RunData]) -> Chart | None:
         dash = LINES[kinds.index((holder, part)) % len(LINES)]
         look = {"width": 2, "color": COLOURS[numbers[run] % len(COLOURS)], "dash": dash}
         said = escape(f"{run}: {holder}, {part}", quote=False)
-        figure.add_scatter(x=rounds, y=values, name=said, mode="lines+markers", line=look, legendgroup=run)
+        figure.add_scatter(
+            x=rounds, y=values, name=said, mode="lines+markers", line=look, legendgroup=escape(run, quote=False)
+        )
     if not figure.data:
         return None
     figure.update_layout(xaxis=_round_axis(runs), hovermode="closest", showlegend=True)

@@ -35,7 +35,7 @@ def undefended(run: RunData) -> str:
 
 def _options(run: RunData, *without: str) -> list[str]:
     options = {k: v for k, v in run.config.items() if k not in ("settings", "defense", *without)}
-    return [_flag(name, value) for name, value in options.items() if value is not None]
+    return [_flag(name, value) for name, value in options.items() if value not in (None, [])]
 
 
 def _settings(run: RunData) -> list[str]:
@@ -56,6 +56,10 @@ def _attack_command(run: RunData, attack: AttackData) -> str:
     words += _assignments({k: v for k, v in config.items() if k not in OWN_FLAGS})
     if net := LPIPS.match(str((meta.get("lpips") or {}).get("name"))):
         words.append(f"--lpips {net[1]}")
+    if meta.get("visible"):
+        words.append(_flag("visible", meta["visible"]))
+    if meta.get("naive"):
+        words.append("--naive")
     if "switched off" in controls.sentence(meta):
         words.append("--no-controls")
     if meta.get("seed") is not None:

@@ -34,6 +34,7 @@ def test_a_notebook_is_stored_with_its_pictures(path: Path):
 def test_a_notebook_shows_what_is_stored(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.delenv("MPLBACKEND", raising=False)  # the kernel's own shows figures below the cells
     stored = nbformat.read(path, as_version=4)
     fresh = nbformat.read(path, as_version=4)
     for cell in fresh.cells:

@@ -206,7 +206,7 @@ def test_without_originals_no_image_of_a_victim_is_needed_or_shown(tmp_path):
     assert not any(a["src"].startswith("data:image/png") for a in without.all("img"))
     assert "Pictures of the victims' images were left out on request" in without.text
     assert not list((out / "figures").glob("gallery*"))
-    assert len(without.all("img")) == 3  # frontier, accuracy, loss: where no script runs
+    assert len(without.all("img")) == 4  # frontier, accuracy, loss, norms: where no script runs
 
 
 def test_a_run_without_its_vault_still_has_a_page(tmp_path):
@@ -307,6 +307,16 @@ def test_the_commands_hold_every_setting(tmp_path):
     assert "--adversary server --knowledge wire --rounds 0,2 --clients 0,1,2 --kind probe" in said
     assert "--iterations 100 --restarts 8 --labels restore --hidden auto --set tv=1e-06 --lpips alex --seed 0" in said
     assert report == ["pflsec", "report", "rep"]
+
+
+def test_the_commands_say_what_was_seen_and_known_and_nothing_empty(tmp_path):
+    run = write_run(tmp_path / "rep")
+    change(run, config=read_json(run / "run.json", "")["config"] | {"track": []})
+    write_attack(run, [score(run, c) for c in CAPTURES], naive=True, visible=["head.*"])
+    train, attack, _ = commands(load_run(run)).replace("\\\n", " ").splitlines()
+    assert "--track" not in train
+    assert "--visible 'head.*'" in attack
+    assert "--naive" in attack
 
 
 def test_damage_stops_the_report(tmp_path):

@@ -222,7 +222,7 @@ def _by_chance(replay: Replay, cap: Capture) -> set[str]:
     speaks of the data, or else there would be nothing to match. Judged on batches of noise, where one step takes the whole
     batch: the order of minibatches moves everything."""
     record = cap.record
-    if not cap.target or record.batch > record.batch_size or record.steps > MOST_STEPS:
+    if record.batch > record.batch_size or record.steps > MOST_STEPS:
         return set()
     rng = torch.Generator().manual_seed(0)
     x, other = (record.input.noise(record.batch, rng, torch.float64) for _ in range(2))
@@ -236,7 +236,7 @@ def _by_chance(replay: Replay, cap: Capture) -> set[str]:
 
 def _unlike(one: Items, other: Items) -> set[str]:
     """Return the names of items that differ, measured by the size of all: what is zero but for rounding differs in nothing."""
-    size = float(norm(one))
+    size = float(norm(one)) if one else 0.0
     return {name for name in one if float((other[name] - one[name]).norm()) > SETTLED * size}
 
 

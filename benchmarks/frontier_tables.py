@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from benchmarks.bench_training import mnist300 as cut
-from benchmarks.rows import Row, Table
+from benchmarks.rows import Row, Table, inverted
 from pflsec import api
 from pflsec.core import registry
 from pflsec.core.errors import PflsecError
@@ -101,20 +101,9 @@ def run(job: Job) -> list[Row]:
 
 
 def _attacked(trained: api.Run, folder: str, attacker: str, same: Row) -> list[Row]:
-    scores = api.attack(
-        trained,
-        ["inverting-gradients"],
-        runs_dir=folder,
-        iterations=ITERATIONS,
-        restarts=1,
-        settings={"precision": "float32"},
-        lpips="none",
-        controls=False,
-        naive=attacker == "naive",
-    )
-    assert isinstance(scores, list)
+    found = inverted(trained, folder, ITERATIONS, controls=False, naive=attacker == "naive")
     kept = [c for c in COLUMNS if c not in (*same, "attacker")]
-    return [{**same, "attacker": attacker, **{c: row[c] for c in kept}} for row in scores[0].table.to_dict("records")]
+    return [{**same, "attacker": attacker, **{c: row[c] for c in kept}} for row in found]
 
 
 def frontier(table: pd.DataFrame) -> str:

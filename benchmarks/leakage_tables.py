@@ -19,7 +19,7 @@ from typing import Any
 
 import pandas as pd
 
-from benchmarks.rows import Table
+from benchmarks.rows import Table, inverted
 from pflsec import api
 from pflsec.core import registry
 from pflsec.core.files import write_text
@@ -67,19 +67,8 @@ def run(job: Job) -> list[dict[str, Any]]:
 
 
 def _attack(trained: api.Run, folder: str, hiding: str) -> list[dict[str, Any]]:
-    scores = api.attack(
-        trained,
-        ["inverting-gradients"],
-        runs_dir=folder,
-        iterations=ITERATIONS,
-        restarts=1,
-        settings={"precision": "float32"},
-        lpips="none",
-        **HIDING[hiding],
-    )
-    assert isinstance(scores, list)
-    table = scores[0].table
-    return [{"hiding": hiding} | {c: row[c] for c in COLUMNS[4:]} for row in table.to_dict("records")]
+    found = inverted(trained, folder, ITERATIONS, **HIDING[hiding])
+    return [{"hiding": hiding} | {c: row[c] for c in COLUMNS[4:]} for row in found]
 
 
 def summary(table: pd.DataFrame, batch: int, steps: int) -> str:

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 import pandas as pd
 
+from pflsec import api
+
 FOLDER = Path(__file__).parents[1] / "docs" / "tables"
 Row = dict[str, Any]
 Job = TypeVar("Job", bound=tuple[Any, ...])
@@ -57,6 +59,22 @@ class Table:
         table = pd.read_csv(self.path).sort_values(list(self.order), ignore_index=True)
         table.to_csv(self.path, index=False)
         return table
+
+
+def inverted(trained: api.Run, folder: str, iterations: int, **options: Any) -> list[dict[Any, Any]]:
+    """Return the rows of Inverting Gradients on a run's captures: one restart, single precision, no LPIPS."""
+    scores = api.attack(
+        trained,
+        ["inverting-gradients"],
+        runs_dir=folder,
+        iterations=iterations,
+        restarts=1,
+        settings={"precision": "float32"},
+        lpips="none",
+        **options,
+    )
+    assert isinstance(scores, list)
+    return scores[0].table.to_dict("records")
 
 
 def rounded(row: Mapping[str, Any]) -> Row:

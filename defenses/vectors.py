@@ -1,10 +1,11 @@
 """Items seen as one vector."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
+from pflsec.core.change import change
 from pflsec.core.items import Items
 
 
@@ -28,3 +29,13 @@ def shortened(items: Mapping[str, Tensor], bound: float) -> Items:
     if float(size.detach()) <= bound:
         return dict(items)
     return {k: v * (bound / size).to(v.dtype) for k, v in items.items()}
+
+
+def noised(message: Items, reference: Items, size: float, relative: bool, draw: Callable[[Tensor], Tensor]) -> Items:
+    """Return a message with size * draw(item) added to every item that has a reference; the message itself at size 0.
+
+    relative  size counts in units of the change's root mean square
+    draw      noise of unit size in the shape of an item
+    """
+    size *= root_mean_square(change(message, reference)) if relative else 1.0
+    return message | {k: message[k] + size * draw(v) for k, v in reference.items()} if size else message

@@ -15,7 +15,7 @@ from pflsec.config.attack import AttackConfig, make_attacks
 from pflsec.config.train import resolve, run_name
 from pflsec.core import methodfile
 from pflsec.core.config import build
-from pflsec.core.errors import PflsecError, PflsecWarning, RunError
+from pflsec.core.errors import PflsecError, PflsecWarning, RunError, first_line
 from pflsec.data.datasets import Dataset
 from pflsec.runtime import attacking, checkpoint, cluster, manifest, privacy
 from pflsec.runtime.estimate import Cost
@@ -203,7 +203,7 @@ def _play(setup: Setup, folder: RunFolder, on_round: OnRound, executor: str) -> 
             raise
         except Exception as error:
             blamed = methodfile.blame(error)
-            reason = str(blamed or error).partition("\n")[0] or type(error).__name__
+            reason = first_line(blamed or error)
             folder.write_manifest(facts | {"state": "failed", "reason": reason, "finished": manifest.now()})
             if blamed:
                 raise blamed from error

@@ -59,16 +59,14 @@ def accuracy(rows: Sequence[Row]) -> Grid:
     return _grid(rows, {head: _as(name) for head, name in names.items()}, numbers)
 
 
+def _attacked() -> dict[str, Cell]:
+    """Return the columns that say who attacked what, and how."""
+    return {"attack": _attack, "attacker": lambda row: f"{row['adversary']}, {row['knowledge']}", "kind": _kind}
+
+
 def leakage(rows: Sequence[Row]) -> Grid:
     """Return the leakage table's rows as text, what matters most first."""
-    words = {
-        "run": _as("run"),
-        "algo": _as("algo"),
-        "defense": _as("defense"),
-        "attack": _attack,
-        "attacker": lambda row: f"{row['adversary']}, {row['knowledge']}",
-        "kind": _kind,
-    }
+    words = {name: _as(name) for name in ("run", "algo", "defense")} | _attacked()
     numbers = {
         "rounds": _as("rounds"),
         "victims": _as("victims"),
@@ -100,12 +98,7 @@ def leakage(rows: Sequence[Row]) -> Grid:
 
 def by_round(rows: Sequence[Row]) -> Grid:
     """Return the leakage of every captured round as text, with the accuracy about it."""
-    words = {
-        "run": _as("run"),
-        "attack": _attack,
-        "attacker": lambda row: f"{row['adversary']}, {row['knowledge']}",
-        "kind": _kind,
-    }
+    words = {"run": _as("run")} | _attacked()
     numbers = {
         "round": _as("round"),
         "accuracy before": lambda row: "untrained" if row["round"] == 0 else percent(row["accuracy_before"]),

@@ -22,6 +22,7 @@ from pflsec.core.config import Config, above, at_least
 from pflsec.core.defense import Guard, ReleaseDefense, Spend
 from pflsec.core.items import Items
 from pflsec.core.local import LossPerExample
+from pflsec.core.prototypes import clipped
 from pflsec.core.streams import stream
 
 LEAST = 0.5  # of a row: what is counted and not noised has at least one
@@ -83,8 +84,3 @@ class ReleaseGuard:
         self.released += 1
         named = counts > max(LEAST, cfg.threshold * std)
         return torch.where(named[:, None], sums, 0), torch.where(named, counts.clamp(min=1), 0)
-
-
-def clipped(rows: Tensor, bound: float) -> Tensor:
-    """Return rows [n, k], each times min(1, bound / its norm)."""
-    return rows * (bound / rows.double().norm(dim=1, keepdim=True)).clamp(max=1).to(rows.dtype)

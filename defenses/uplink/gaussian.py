@@ -11,12 +11,12 @@ Limits   std = 0: the identity, bit for bit. Weights, control variates, prototyp
 """
 
 import torch
+from torch import Tensor
 
-from pflsec.core.change import change
 from pflsec.core.config import Config, at_least, option
 from pflsec.core.defense import Defense
 from pflsec.core.items import Items
-from pflsec.defenses.vectors import root_mean_square
+from pflsec.defenses.vectors import noised
 
 
 class GaussianConfig(Config):
@@ -31,9 +31,7 @@ class Gaussian(Defense[GaussianConfig]):
     Config = GaussianConfig
 
     def protect(self, message: Items, reference: Items, rng: torch.Generator) -> Items:
-        unit = root_mean_square(change(message, reference)) if self.cfg.relative else 1.0
-        std = self.cfg.std * unit
-        if not std:
-            return message
-        noise = {k: torch.randn(v.shape, generator=rng, dtype=v.dtype) for k, v in reference.items()}
-        return message | {k: message[k] + std * v for k, v in noise.items()}
+        def draw(v: Tensor) -> Tensor:
+            return torch.randn(v.shape, generator=rng, dtype=v.dtype)
+
+        return noised(message, reference, self.cfg.std, self.cfg.relative, draw)

@@ -10,12 +10,12 @@ Limits   scale = 0: the identity, bit for bit. The standard deviation is scale *
 """
 
 import torch
+from torch import Tensor
 
-from pflsec.core.change import change
 from pflsec.core.config import Config, at_least, option
 from pflsec.core.defense import Defense
 from pflsec.core.items import Items
-from pflsec.defenses.vectors import root_mean_square
+from pflsec.defenses.vectors import noised
 
 
 class LaplaceConfig(Config):
@@ -30,10 +30,8 @@ class Laplace(Defense[LaplaceConfig]):
     Config = LaplaceConfig
 
     def protect(self, message: Items, reference: Items, rng: torch.Generator) -> Items:
-        unit = root_mean_square(change(message, reference)) if self.cfg.relative else 1.0
-        scale = self.cfg.scale * unit
-        if not scale:
-            return message
-        # The difference of two exponential draws is a Laplace draw.
-        draws = {k: torch.empty(2, *v.shape, dtype=v.dtype).exponential_(generator=rng) for k, v in reference.items()}
-        return message | {k: message[k] + scale * (v[0] - v[1]) for k, v in draws.items()}
+        def draw(v: Tensor) -> Tensor:
+            one, other = torch.empty(2, *v.shape, dtype=v.dtype).exponential_(generator=rng)
+            return one - other  # of two exponential draws: a Laplace draw
+
+        return noised(message, reference, self.cfg.scale, self.cfg.relative, draw)

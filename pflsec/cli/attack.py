@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from pflsec.cli.console import print_json, progress, say
-from pflsec.core.errors import ConfigError
+from pflsec.core.errors import ConfigError, first_line
 
 
 def attack(
@@ -156,7 +156,7 @@ def attack(
             lambda name, row: bar.advance(_note(f"{name}, {row['control']} control", row)),
         )
     for name, error in failures.items():
-        say(f"{name} failed: {_first_line(error)}")
+        say(f"{name} failed: {first_line(error)}")
     if json:
         print_json([{"path": str(s.path), "scores": records(s)} for s in scores])
     elif scores:
@@ -186,10 +186,6 @@ def _numbers(text: str | None, flag: str) -> list[int] | None:
             raise ConfigError(f"{flag} has '{word}', which is no number >= 0; use numbers, such as 0,9.")
         numbers.append(found)
     return numbers
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0] or type(error).__name__
 
 
 def _note(name: str, row: Any) -> str:

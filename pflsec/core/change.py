@@ -6,10 +6,12 @@ counts from zero. Counts, label sets, masks and scalars are no vectors: no defen
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from pflsec.core.algorithm import Algorithm
 from pflsec.core.contract import Contract, kind_of
 from pflsec.core.items import Items
 
@@ -30,6 +32,11 @@ def reference(contract: Contract, message: Mapping[str, Tensor], down: Items, st
         held = None if kind in FROM_ZERO else down.get(name, start.get(name))
         found[name] = held if held is not None and held.shape == value.shape else torch.zeros_like(value)
     return found
+
+
+def origin(algorithm: Algorithm[Any], state: Items, down: Items, up: Mapping[str, Tensor]) -> Items:
+    """Return what the items of a method's upload count from, given the client's private items and its downlink."""
+    return reference(algorithm.contract, up, down, algorithm.start(state, down))
 
 
 def change(message: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> Items:

@@ -1,6 +1,6 @@
 """A defense: a pure transformation of messages at one of the three seams of the channel."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
@@ -13,6 +13,7 @@ from pflsec.core.local import LossPerExample
 from pflsec.core.network import Net
 
 C = TypeVar("C", bound=Config)
+D = TypeVar("D", bound="Defense[Any]")
 
 Spend = tuple[float, float, int]
 """Noisy steps of one kind: (noise multiplier, sample rate, number of steps)."""
@@ -258,3 +259,8 @@ class StepDefense(Defense[C]):
     def claim(self) -> str:
         """Return what is guaranteed, in a few words."""
         raise TypeError(f"{type(self).__name__} does not define claim().")
+
+
+def of_kind(defenses: Iterable[Defense[Any]], kind: type[D]) -> D | None:
+    """Return the one defense of a kind among a run's, or None."""
+    return next((d for d in defenses if isinstance(d, kind)), None)

@@ -60,6 +60,11 @@ class PflsecWarning(UserWarning):
     """Something that works but is probably not what the user wants."""
 
 
+def first_line(error: Exception) -> str:
+    """Return the first line of what an error says, or its kind where it says nothing."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return "; did you mean X?" for the nearest of the known names, or a full stop if none is near."""
     near = difflib.get_close_matches(name.lower(), {k.lower(): k for k in known}, n=1, cutoff=0.5)

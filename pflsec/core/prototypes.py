@@ -3,10 +3,18 @@
 import torch
 from torch import Tensor
 
+TINY = 1e-30
+
 
 def class_means(sums: Tensor, counts: Tensor) -> Tensor:
     """Return the mean of each class, [C, k], from its sum [C, k] and count [C]; zero where there is no row."""
     return sums / torch.where(counts > 0, counts, 1)[:, None]
+
+
+def clipped(rows: Tensor, bound: float) -> Tensor:
+    """Return rows [n, k], each times min(1, bound / its norm); differentiable, a row of zeros too."""
+    sizes = (rows.double().square().sum(1, keepdim=True) + TINY).sqrt()
+    return rows * (bound / sizes).clamp(max=1).to(rows.dtype)
 
 
 def as_table(rows: Tensor, present: Tensor) -> Tensor:

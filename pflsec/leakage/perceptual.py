@@ -17,7 +17,7 @@ from typing import BinaryIO, Literal
 import torch
 from torch import Tensor, nn
 
-from pflsec.core.errors import ConfigError
+from pflsec.core.errors import ConfigError, first_line
 from pflsec.leakage.images import TOO_SMALL, Image, image_pair
 
 Net = Literal["alex", "vgg", "squeeze", "none"]
@@ -134,7 +134,7 @@ def _open(net: str, path: Path) -> tuple[Status, str, nn.Module | None]:
             None,
         )
     except (ValueError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        why = str(error).partition("\n")[0]
+        why = first_line(error)
         return "weights-mismatch", f"{path} cannot be used for LPIPS ({why}): {place}", None
 
 

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from pflsec.config.train import TrainConfig
 from pflsec.core.algorithm import Algorithm
-from pflsec.core.change import reference
-from pflsec.core.defense import StepDefense
+from pflsec.core.change import origin
+from pflsec.core.defense import StepDefense, of_kind
 from pflsec.core.errors import NotApplicable
 from pflsec.core.items import Items
 from pflsec.models.network import Network
@@ -35,13 +35,13 @@ def exchanged(
     Raises NotApplicable under defenses whose noise only the run can draw, WireError for a downlink that breaks the contract.
     """
     defenses = [parse_defense(text) for text in config.defense]
-    if private := next((d for d in defenses if isinstance(d, StepDefense)), None):
+    if private := of_kind(defenses, StepDefense):
         raise NotApplicable(f"the exchange cannot be done again under {private.key}: the run keeps its noise to itself")
     channel = Channel(algorithm.contract, defenses, config.seed)
     received = channel.send_down(down, record.round, record.client)
     ctx = local_work(net, record, client.x, client.y, config.seed, Training)
     ctx.shaping = shaping(defenses, net)
     sent = algorithm.local(for_method(ctx), client.state, received).up
-    origin = reference(algorithm.contract, sent, received, algorithm.start(client.state, received))
-    up = channel.send_up(sent, origin, record.round, record.client, probe=f"active {record.id}")
+    begun = origin(algorithm, client.state, received, sent)
+    up = channel.send_up(sent, begun, record.round, record.client, probe=f"active {record.id}")
     return replace(record, down=received, up=up)

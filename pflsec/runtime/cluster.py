@@ -7,7 +7,7 @@ the files. Bits are those of the serial executor where the processors are of one
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from types import ModuleType
 from typing import Any, TypeVar
@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 import torch
 
 from pflsec.config.train import TrainConfig
-from pflsec.core.errors import ConfigError, PflsecError, PflsecWarning, TrainingError
+from pflsec.core.errors import ConfigError, PflsecError, PflsecWarning, TrainingError, first_line
 from pflsec.data.datasets import Dataset
-from pflsec.runtime.executor import Job, Outcome, Score, Task, Trial
+from pflsec.runtime.executor import Parallel, Task, noting, warn_again
 from pflsec.runtime.setup import Setup, prepare
 
 TRIES = 3  # machines on which a task is tried before the run gives up
@@ -62,33 +62,20 @@ class Machine:
 
     def do(self, place: int, task: Task) -> tuple[int, Any, list[str]]:
         """Return the task's place, its result, and what it warned of."""
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always", PflsecWarning)
-            result = task.do(self.setup)
-        return place, result, [str(w.message) for w in caught if issubclass(w.category, PflsecWarning)]
+        return place, *noting(task, self.setup)
 
 
-class Cluster:
+class Cluster(Parallel):
     """The executor that runs clients on the machines of a Ray cluster, the one with most data first."""
 
     def __init__(self, setup: Setup, workers: int):
-        self.setup = setup
+        super().__init__(setup)
         self._leave = join(workers)
         ray = library()
         actor = ray.remote(num_cpus=1, max_restarts=TRIES - 1, max_task_retries=TRIES - 1)(Machine)
         self._dataset = ray.put(setup.federation.dataset)  # held for workers that are started again
         config = setup.config.model_copy(update={"executor": "serial"})
         self.workers = [actor.remote(config, self._dataset) for _ in range(workers)]
-
-    def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
-        """Yield outcomes as they come. Raises what a client raised, or TrainingError when machines keep dying."""
-        for _, outcome in self._do(list(jobs)):
-            yield outcome
-
-    def test(self, trials: Sequence[Trial]) -> list[Score]:
-        """Return the score of every trial, in their order. Raises as `run` does."""
-        found = dict(self._do(trials))
-        return [found[place] for place in range(len(trials))]
 
     def close(self) -> None:
         """End the workers, and the cluster where it is ours."""
@@ -99,9 +86,7 @@ class Cluster:
         self._leave()
 
     def _do(self, tasks: Sequence[Task]) -> Iterator[tuple[int, Any]]:
-        """Hand out tasks, the longest first; yield (place of the task, its result) as they come."""
-        ray = library()
-        waiting = sorted(range(len(tasks)), key=lambda place: (tasks[place].rows(self.setup), -place))
+        ray, waiting = library(), self._shortest_first(tasks)
         idle, busy = list(self.workers), dict[Any, Any]()
         while waiting or busy:
             while waiting and idle:
@@ -110,8 +95,7 @@ class Cluster:
             (ready,), _ = ray.wait(list(busy))
             idle.append(busy.pop(ready))
             place, result, notes = fetched(ready)
-            for text in notes:
-                warnings.warn(text, PflsecWarning, stacklevel=2)
+            warn_again(notes)
             yield place, result
 
 
@@ -139,7 +123,3 @@ def fetched(reference: Any) -> Any:
             f"{TRIES} machines of the Ray cluster died over one task: {first_line(error)} Rounds that were finished are kept: "
             "continue with --resume, or use fewer --workers."
         ) from error
-
-
-def first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]

@@ -7,7 +7,15 @@ from pflsec.config.train import TrainConfig, parse_assignments, split_assignment
 from pflsec.core import registry
 from pflsec.core.config import build as build_config
 from pflsec.core.contract import Contract, kind_of
-from pflsec.core.defense import AggregateDefense, Defense, ReleaseDefense, ShapingDefense, StepDefense, UserDefense
+from pflsec.core.defense import (
+    AggregateDefense,
+    Defense,
+    ReleaseDefense,
+    ShapingDefense,
+    StepDefense,
+    UserDefense,
+    of_kind,
+)
 from pflsec.core.errors import ConfigError
 from pflsec.core.network import Net
 from pflsec.runtime import cohort as cohorts
@@ -51,23 +59,21 @@ def _check_together(made: list[Defense[Any]]) -> None:
         raise ConfigError(
             f"--defense {accounts[0]} and --defense {accounts[1]} would each state an epsilon of its own; choose one of them."
         )
-    if (alone := next((d.key for d in made if isinstance(d, ReleaseDefense)), None)) and not any(
-        isinstance(d, StepDefense) for d in made
-    ):
+    private = of_kind(made, StepDefense)
+    if (alone := of_kind(made, ReleaseDefense)) and private is None:
         raise ConfigError(
-            f"--defense {alone} guarantees nothing by itself: what is released has passed a model that was fitted to the same "
-            "records. Add --defense dp-sgd."
+            f"--defense {alone.key} guarantees nothing by itself: what is released has passed a model that was fitted to the "
+            "same records. Add --defense dp-sgd."
         )
     shaped = [d.key for d in made if isinstance(d, ShapingDefense)]
     if len(shaped) > 1:
         raise ConfigError(
             f"--defense {shaped[0]} and --defense {shaped[1]} would both change every step's gradient; choose one of them."
         )
-    beside = next(iter(shaped), None)
-    if beside and (private := next((d.key for d in made if isinstance(d, StepDefense)), None)):
+    if shaped and private is not None:
         raise ConfigError(
-            f"--defense {beside} cannot be combined with --defense {private}: what it changes in a gradient follows the raw "
-            "batch, which the account knows nothing of. Drop one of them."
+            f"--defense {shaped[0]} cannot be combined with --defense {private.key}: what it changes in a gradient follows the "
+            "raw batch, which the account knows nothing of. Drop one of them."
         )
     for one in made:
         if both := next((key for key in one.excludes if key in keys), None):
@@ -83,7 +89,7 @@ def _check_together(made: list[Defense[Any]]) -> None:
 
 def shaping(defenses: Sequence[Defense[Any]], net: Net) -> ShapingDefense[Any] | None:
     """Return what changes every gradient of the clients' local work on a network, or None."""
-    found = next((d for d in defenses if isinstance(d, ShapingDefense)), None)
+    found = of_kind(defenses, ShapingDefense)
     return None if found is None else found.at(net)
 
 

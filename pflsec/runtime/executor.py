@@ -3,17 +3,18 @@
 import math
 import time
 import traceback
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from pflsec.core.algorithm import Done
 from pflsec.core.defense import Guard, Spend
-from pflsec.core.errors import PflsecError, TrainingError
+from pflsec.core.errors import PflsecError, PflsecWarning, TrainingError
 from pflsec.core.items import Items, first_nonfinite
 from pflsec.runtime.setup import Setup
 from pflsec.training.local import LocalWork, for_method
@@ -196,6 +197,14 @@ def _count(setup: Setup, items: Items, x: Tensor, y: Tensor) -> Score:
     return Score(right, len(y))
 
 
+def noting(task: Task, setup: Setup) -> tuple[Any, list[str]]:
+    """Return a task's result, and what it warned of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", PflsecWarning)
+        result = task.do(setup)
+    return result, [str(w.message) for w in caught if issubclass(w.category, PflsecWarning)]
+
+
 class Executor(Protocol):
     """Does tasks for one setup."""
 
@@ -227,6 +236,37 @@ class Serial:
 
     def close(self) -> None:
         pass
+
+
+class Parallel:
+    """Base of executors that work on several tasks at once, in workers that warn through the parent."""
+
+    def __init__(self, setup: Setup):
+        self.setup = setup
+
+    def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
+        """Yield outcomes as they come. Raises what a client raised, or TrainingError when workers die."""
+        for _, outcome in self._do(list(jobs)):
+            yield outcome
+
+    def test(self, trials: Sequence[Trial]) -> list[Score]:
+        """Return the score of every trial, in their order. Raises as `run` does."""
+        found = dict(self._do(trials))
+        return [found[place] for place in range(len(trials))]
+
+    def _do(self, tasks: Sequence[Task]) -> Iterator[tuple[int, Any]]:
+        """Hand out tasks, the longest first; yield (place of the task, its result) as they come."""
+        raise TypeError(f"{type(self).__name__} does not define _do().")
+
+    def _shortest_first(self, tasks: Sequence[Task]) -> list[int]:
+        """Return the places of tasks, so that the longest is the last; of equals the first."""
+        return sorted(range(len(tasks)), key=lambda place: (tasks[place].rows(self.setup), -place))
+
+
+def warn_again(notes: Iterable[str]) -> None:
+    """Warn here of what a worker warned of."""
+    for text in notes:
+        warnings.warn(text, PflsecWarning, stacklevel=3)
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from pflsec.core import errors
 from pflsec.core.errors import PflsecError, PflsecWarning, TrainingError
 from pflsec.core.items import Items, cloned
 from pflsec.data.datasets import Dataset
-from pflsec.runtime.executor import Job, Outcome, Score, Task, Trial
+from pflsec.runtime.executor import Outcome, Parallel, Score, Task, noting, warn_again
 from pflsec.runtime.setup import Setup, prepare
 
 ALIGN = 64
@@ -115,11 +115,11 @@ class Worker:
     task: Task | None = field(default=None)
 
 
-class Processes:
+class Processes(Parallel):
     """The executor that runs clients on several cores, the one with most data first."""
 
     def __init__(self, setup: Setup, workers: int):
-        self.setup = setup
+        super().__init__(setup)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "pflsec.runtime.pool"])
         model = 4 * setup.net.size()
@@ -136,21 +136,10 @@ class Processes:
             there.close()
             self.workers.append(worker)
 
-    def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
-        """Yield outcomes as they come. Raises what a client raised, or TrainingError when a worker dies."""
-        for _, outcome in self._do(list(jobs)):
-            yield outcome
-
-    def test(self, trials: Sequence[Trial]) -> list[Score]:
-        """Return the score of every trial, in their order. Raises as `run` does."""
-        found = dict(self._do(trials))
-        return [found[place] for place in range(len(trials))]
-
     def _do(self, tasks: Sequence[Task]) -> Iterator[tuple[int, Any]]:
-        """Hand out tasks, the longest first; yield (place of the task, its result) as they come."""
         for worker in self.workers:
             worker.inbox.clear()
-        waiting = sorted(range(len(tasks)), key=lambda place: (tasks[place].rows(self.setup), -place))
+        waiting = self._shortest_first(tasks)
         idle, busy = list(self.workers), dict[int, Worker]()
         while waiting or busy:
             while waiting and idle:
@@ -196,8 +185,7 @@ class Processes:
         if kind == "error":
             raise _error(*rest)
         result, places, notes = rest
-        for text in notes:
-            warnings.warn(text, PflsecWarning, stacklevel=2)
+        warn_again(notes)
         return result.carrying(*(take(worker.outbox.block, found) for found in places))
 
     def _tell(self, worker: Worker, message: Any) -> None:
@@ -263,9 +251,7 @@ def serve(line: Connection, config: TrainConfig, dataset: Dataset | None) -> Non
         # Views, not copies: local work leaves its inputs alone, and what it returns is written out before the next task.
         task = task.carrying(*(look(blocks[inbox], found) for found in places))
         try:
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always", PflsecWarning)
-                result = task.do(setup)
+            result, notes = noting(task, setup)
         except PflsecError as error:
             line.send(("error", type(error).__name__, str(error)))
             continue
@@ -274,7 +260,6 @@ def serve(line: Connection, config: TrainConfig, dataset: Dataset | None) -> Non
             line.send(("more", _size(messages)))
             outbox = line.recv()
         arena = Arena.over(blocks[outbox])
-        notes = [str(w.message) for w in caught if issubclass(w.category, PflsecWarning)]
         line.send(("done", _emptied(result), [arena.write(items) for items in messages], notes))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pflsec.core.change import reference
 from pflsec.core.contract import kind_of
-from pflsec.core.defense import Guard, ReleaseDefense, ShapingDefense, Spend, StepDefense, UserDefense
+from pflsec.core.defense import Guard, ReleaseDefense, ShapingDefense, Spend, StepDefense, UserDefense, of_kind
 from pflsec.core.errors import PflsecWarning, PrivacyError
 from pflsec.core.items import Items
 from pflsec.core.network import Net
@@ -28,28 +28,57 @@ CLIPPED = "none: clipping alone; without noise epsilon is infinite"
 
 
 def mechanism(setup: Setup) -> StepDefense[Any] | None:
-    """Return the run's private training, or None without one. Raises PrivacyError when the method cannot be trained under it."""
-    found = next((d for d in setup.defenses if isinstance(d, StepDefense)), None)
-    if found is not None:
-        support = setup.algorithm.dp_support
-        treated = support.startswith("partial") and release(setup) is not None
-        if support != "full" and not treated:
-            remedy = "or add --defense dp-release" if support.startswith("partial") else f"or no {found.key}"
-            raise PrivacyError(
-                f"{setup.config.algo} cannot be trained under {found.key} ({support}). Choose another method, {remedy}."
-            )
-        if setup.net.buffers:
-            raise PrivacyError(
-                f"the model cannot be trained under {found.key}: its layer '{setup.net.batchnorms[0]}' is BatchNorm, which ties "
-                "the examples of a batch together, so that no single one's gradient can be clipped, and keeps statistics of "
-                "them that get no noise. Use a model with GroupNorm, such as resnet18-gn, or --buffers frozen."
-            )
-        if idle := _idle(setup.net, setup.federation.train(0)[0][:1]):
-            raise PrivacyError(
-                f"the model cannot be trained under {found.key}: its output does not depend on '{idle[0]}', which would be moved "
-                "by noise alone. Take that layer out of the model."
-            )
-    return found
+    """Return the run's private training, or None without one."""
+    return of_kind(setup.defenses, StepDefense)
+
+
+def release(setup: Setup) -> ReleaseDefense[Any] | None:
+    """Return what protects the class sums of the run's clients, or None."""
+    return of_kind(setup.defenses, ReleaseDefense)
+
+
+def user_mechanism(setup: Setup) -> UserDefense[Any] | None:
+    """Return the run's noisy sum, or None without one."""
+    return of_kind(setup.defenses, UserDefense)
+
+
+def check(setup: Setup) -> None:
+    """Raise PrivacyError when the method cannot be trained under one of the run's defenses."""
+    if (private := mechanism(setup)) is not None:
+        _check_private(setup, private)
+    sums.check(setup)
+    users = user_mechanism(setup)
+    if users is not None and setup.algorithm.sampling_weights(setup.federation.sizes()) is not None:
+        raise PrivacyError(
+            f"{setup.config.algo} draws its clients with unequal chances, which the account of {users.key} does not know. "
+            f"Let it draw them with equal chances, or choose no {users.key}."
+        )
+    if (shaping := setup.shaping) is not None and (reason := _unshaped(setup, shaping)):
+        raise PrivacyError(
+            f"{setup.config.algo} cannot be trained under {shaping.key} ({reason}). Choose another method, other "
+            f"settings, or no {shaping.key}."
+        )
+
+
+def _check_private(setup: Setup, private: StepDefense[Any]) -> None:
+    support = setup.algorithm.dp_support
+    treated = support.startswith("partial") and release(setup) is not None
+    if support != "full" and not treated:
+        remedy = "or add --defense dp-release" if support.startswith("partial") else f"or no {private.key}"
+        raise PrivacyError(
+            f"{setup.config.algo} cannot be trained under {private.key} ({support}). Choose another method, {remedy}."
+        )
+    if setup.net.buffers:
+        raise PrivacyError(
+            f"the model cannot be trained under {private.key}: its layer '{setup.net.batchnorms[0]}' is BatchNorm, which ties "
+            "the examples of a batch together, so that no single one's gradient can be clipped, and keeps statistics of "
+            "them that get no noise. Use a model with GroupNorm, such as resnet18-gn, or --buffers frozen."
+        )
+    if idle := _idle(setup.net, setup.federation.train(0)[0][:1]):
+        raise PrivacyError(
+            f"the model cannot be trained under {private.key}: its output does not depend on '{idle[0]}', which would be moved "
+            "by noise alone. Take that layer out of the model."
+        )
 
 
 def _idle(net: Net, x: Tensor) -> list[str]:
@@ -59,36 +88,6 @@ def _idle(net: Net, x: Tensor) -> list[str]:
     with torch.enable_grad():
         found = torch.autograd.grad(net.logits(items, x).sum(), list(leaves.values()), allow_unused=True)
     return [k for k, slope in zip(leaves, found, strict=True) if slope is None]
-
-
-def release(setup: Setup) -> ReleaseDefense[Any] | None:
-    """Return what protects the class sums of the run's clients, or None."""
-    return next((d for d in setup.defenses if isinstance(d, ReleaseDefense)), None)
-
-
-def user_mechanism(setup: Setup) -> UserDefense[Any] | None:
-    """Return the run's noisy sum, or None without one. Raises PrivacyError when the method cannot be trained under it."""
-    found = next((d for d in setup.defenses if isinstance(d, UserDefense)), None)
-    if found is not None:
-        sums.check(setup)
-        if setup.algorithm.sampling_weights(setup.federation.sizes()) is not None:
-            raise PrivacyError(
-                f"{setup.config.algo} draws its clients with unequal chances, which the account of {found.key} does not know. "
-                f"Let it draw them with equal chances, or choose no {found.key}."
-            )
-    return found
-
-
-def check(setup: Setup) -> None:
-    """Raise PrivacyError when the method cannot be trained under one of the run's defenses."""
-    mechanism(setup)
-    if user_mechanism(setup) is None:
-        sums.check(setup)
-    if (shaping := setup.shaping) is not None and (reason := _unshaped(setup, shaping)):
-        raise PrivacyError(
-            f"{setup.config.algo} cannot be trained under {shaping.key} ({reason}). Choose another method, other "
-            f"settings, or no {shaping.key}."
-        )
 
 
 def _unshaped(setup: Setup, shaping: ShapingDefense[Any]) -> str | None:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pflsec.core.change import origin
 from pflsec.core.errors import TrainingError
 from pflsec.core.items import Items
 from pflsec.core.streams import numpy_stream
@@ -23,7 +24,7 @@ from pflsec.runtime.checkpoint import State
 from pflsec.runtime.executor import learning_rate, naming
 from pflsec.runtime.privacy import Ledger
 from pflsec.runtime.replay import local_work, residual
-from pflsec.runtime.setup import Setup, reference
+from pflsec.runtime.setup import Setup
 from pflsec.training.local import Training, for_method
 from pflsec.wire.capture import MOST_STEPS, Record, capture_id
 from pflsec.wire.store import CaptureStore
@@ -194,7 +195,7 @@ class Recorder:
         with naming(setup, f"round {record.round}, client {record.client}"):
             sent = setup.algorithm.local(for_method(ctx), state, record.down).up
         where = record.round, record.client
-        up = setup.channel.send_up(sent, reference(setup, state, record.down, sent), *where, probe=record.id)
+        up = setup.channel.send_up(sent, origin(setup.algorithm, state, record.down, sent), *where, probe=record.id)
         if self._forwards:
             after = setup.algorithm.aggregate(now.server, {record.client: up})
             shown = self._forwarded(now, record.client, record.down, up, after)

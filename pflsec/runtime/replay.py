@@ -12,7 +12,7 @@ from torch import Tensor
 from pflsec.core import change as changes
 from pflsec.core.algorithm import Algorithm
 from pflsec.core.contract import kind_of
-from pflsec.core.defense import Defense, ReleaseDefense, ShapingDefense, StepDefense
+from pflsec.core.defense import Defense, ReleaseDefense, ShapingDefense, StepDefense, of_kind
 from pflsec.core.errors import ConfigError, Inconclusive, NotApplicable
 from pflsec.core.items import Items, arithmetic, cast, detached, floating, norm, select, subtract
 from pflsec.models.network import Network
@@ -78,8 +78,8 @@ class Replay:
         defenses: Sequence[Defense[Any]] = (),
     ):
         self.algorithm, self.net, self.record, self.seed, self.reference = algorithm, net, record, seed, reference
-        self.longest = next((d.longest for d in defenses if isinstance(d, StepDefense)), None)
-        self.row_bound = next((d.bound for d in defenses if isinstance(d, ReleaseDefense)), None)
+        private, release = of_kind(defenses, StepDefense), of_kind(defenses, ReleaseDefense)
+        self.longest, self.row_bound = private and private.longest, release and release.bound
         here = [d.at(net) if isinstance(d, ShapingDefense) else d for d in defenses]
         self.adapting = [d for d in here if d is not None and type(d).adapt is not Defense.adapt]
         self._cast: dict[torch.dtype, tuple[Items, Items]] = {}
@@ -93,7 +93,7 @@ class Replay:
         done = self.algorithm.local(ctx, cast(state, arithmetic(x)), down)
         up = {k: v for k, v in done.up.items() if k in self.record.up}
         if self.adapting:
-            origin = changes.reference(self.algorithm.contract, up, down, self.algorithm.start(reference, down))
+            origin = changes.origin(self.algorithm, reference, down, up)
             guess = {k: v for k, v in changes.change(up, origin).items() if k in self._seen}
             up = changes.moved(up, origin, self._adapted(guess))
         return self.algorithm.change(reference, down, up, self.record.lr, self.record.steps)
@@ -103,9 +103,7 @@ class Replay:
         """The change that was sent, float64."""
         reference, down = self._constants(torch.float64)
         up = cast(self.record.up, torch.float64)
-        return changes.change(
-            up, changes.reference(self.algorithm.contract, up, down, self.algorithm.start(reference, down))
-        )
+        return changes.change(up, changes.origin(self.algorithm, reference, down, up))
 
     def _adapted(self, guess: Items) -> Items:
         """Return what the known defenses make of the change of a guess."""

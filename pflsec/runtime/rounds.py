@@ -7,17 +7,18 @@ from typing import Any
 
 import torch
 
+from pflsec.core.change import origin
 from pflsec.core.errors import RunError, TrainingError
 from pflsec.core.items import Items, cloned, first_nonfinite
 from pflsec.core.streams import stream
 from pflsec.core.vault import VaultWriter
-from pflsec.runtime import checkpoint, evaluate, health, privacy, sums
+from pflsec.runtime import checkpoint, evaluate, health, privacy
 from pflsec.runtime import cohort as cohorts
 from pflsec.runtime.checkpoint import State
 from pflsec.runtime.executor import Executor, Job, Outcome, Serial, learning_rate, one_thread
 from pflsec.runtime.folder import RunFolder
 from pflsec.runtime.recorder import Recorder
-from pflsec.runtime.setup import Setup, reference
+from pflsec.runtime.setup import Setup
 from pflsec.wire.channel import Ledger
 from pflsec.wire.store import CaptureStore
 
@@ -61,10 +62,9 @@ class Federated:
         watched = setup.config.captured_clients() if setup.config.captured_rounds() else []
         self.memories = {c: algorithm.init_client(public, self.server) for c in watched}
         self.last_trained: dict[int, int] = {}
-        dp = privacy.mechanism(setup)
+        privacy.check(setup)
+        dp, users = privacy.mechanism(setup), privacy.user_mechanism(setup)
         self.ledger = privacy.Ledger(setup, dp, setup.config.dp_seed) if dp else None
-        sums.check(setup)
-        users = privacy.user_mechanism(setup)
         self.users = privacy.UserLedger(setup, users, setup.config.dp_seed) if users else None
 
     def state(self) -> State:
@@ -139,7 +139,7 @@ class Federated:
         over = [c for c, o in outcomes.items() if self.ledger and self.ledger.exceeds(c, o.spent)]
         outcomes = {c: o for c, o in outcomes.items() if c not in over}  # nothing of their work has left them
         cohort, stopped = [c for c in cohort if c not in over], sorted(stopped + over)
-        references = {c: reference(setup, self.states[c], downs[c], o.done.up) for c, o in outcomes.items()}
+        references = {c: origin(setup.algorithm, self.states[c], downs[c], o.done.up) for c, o in outcomes.items()}
         ups = {c: setup.channel.send_up(o.done.up, references[c], t, c, wire) for c, o in outcomes.items()}
         return Exchanged(cohort, sorted(lost), stopped, downs, references, outcomes, ups)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pflsec.config.train import TrainConfig
-from pflsec.core import change, registry
+from pflsec.core import registry
 from pflsec.core.algorithm import Algorithm
 from pflsec.core.buffers import LocalBuffers
 from pflsec.core.config import build as build_config
@@ -107,11 +107,6 @@ def _check_buffers(config: TrainConfig, net: Network, kind: type[Algorithm[Any]]
             f"{config.algo} cannot train the BatchNorm layers of {config.model} (first: {net.batchnorms[0]}) with --buffers "
             f"{config.buffers}: {reason}. Use {remedies}, or a model with GroupNorm, such as resnet18-gn."
         )
-
-
-def reference(setup: Setup, state: Items, down: Items, up: Items) -> Items:
-    """Return what the items of a client's upload count from (pflsec.core.change)."""
-    return change.reference(setup.algorithm.contract, up, down, setup.algorithm.start(state, down))
 
 
 def _check_victims(config: TrainConfig, federation: Federation) -> None:

@@ -26,7 +26,7 @@ from pflsec.config.attack import AttackConfig
 from pflsec.config.train import TrainConfig
 from pflsec.core import registry
 from pflsec.core.config import Config, option, sentence
-from pflsec.core.errors import PflsecError, did_you_mean
+from pflsec.core.errors import PflsecError, did_you_mean, first_line
 from pflsec.core.files import plain, safe_name
 from pflsec.sweep.plan import EXECUTION, Attack, Cell, Checker, Training, slug
 from pflsec.sweep.toml import Key, TomlFile, read
@@ -223,7 +223,7 @@ def _checked(file: TomlFile, trainings: Sequence[Training]) -> list[Cell]:
         try:
             cells.append(checker.check(training))
         except PflsecError as error:
-            reason = str(error).partition("\n")[0].removesuffix(" From the command line.")
+            reason = first_line(error).removesuffix(" From the command line.")
             raise file.mistake(_blamed(training, reason), f"training {training.name}: {reason}") from None
     first: dict[str, Cell] = {}
     for cell in cells:

@@ -18,6 +18,7 @@ from pflsec.core.errors import PrivacyError
 from pflsec.core.items import Items, arithmetic
 from pflsec.core.local import Local, LossPerExample, Penalty, Projection, RowOf, Stop
 from pflsec.core.network import Net, buffer_in
+from pflsec.core.prototypes import clipped
 from pflsec.core.streams import stream
 
 TINY = 1e-30
@@ -228,7 +229,7 @@ class LocalWork:
         if self.guard is not None:
             return self.guard.class_sums(rows, target)
         if self.row_bound is not None:
-            rows = rows * (self.row_bound / (rows.square().sum(1, keepdim=True) + TINY).sqrt()).clamp(max=1)
+            rows = clipped(rows, self.row_bound)
         return target.T @ rows, target.sum(0)
 
     def class_counts(self) -> Tensor:

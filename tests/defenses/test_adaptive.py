@@ -3,12 +3,12 @@
 import pytest
 import torch
 
+from pflsec.core.change import origin
 from pflsec.core.items import Items
 from pflsec.core.streams import stream
 from pflsec.defenses.uplink.sign import soft_sign
 from pflsec.runtime.defending import parse_defense
 from pflsec.runtime.replay import capture, local_work, relative_distance
-from pflsec.runtime.setup import reference
 from pflsec.training.local import Training
 from pflsec.wire.capture import Capture
 from tests.attacks.victims import Victim, attack, victim
@@ -23,8 +23,8 @@ def sent(v: Victim, text: str) -> Victim:
         ctx = local_work(setup.net, v.record, v.x, v.y, 0, Training)
         ctx.guard = defense.guard(len(v.y), len(v.y), 0.0, "test")  # type: ignore[attr-defined]
         return v.with_upload(setup.algorithm.local(ctx, v.state, v.record.down).up)
-    origin = reference(setup, v.state, v.record.down, v.record.up)
-    return v.with_upload(defense.protect(v.record.up, origin, stream("test")))
+    start = origin(setup.algorithm, v.state, v.record.down, v.record.up)
+    return v.with_upload(defense.protect(v.record.up, start, stream("test")))
 
 
 def known(v: Victim, *texts: str) -> Capture:

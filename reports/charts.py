@@ -22,6 +22,8 @@ SYMBOLS: dict[Kind, str] = {"defended": "square", "undefended": "circle-open", N
 INK = {"ink": True}
 """Marks a trace that is drawn in the page's colour of text."""
 SHARES = ("recall", "identified", "ssim")
+WHOLE = (-0.02, 1.02)
+"""Range of an axis of shares, with room for points at its ends."""
 COLOURS = ("#2f8fd0", "#e0671a", "#12a67c", "#d67fb1", "#dd9e00", "#5bb8ee", "#878e97")
 """The hues of the drawn figures, readable on light and on dark ground."""
 LINES = ("solid", "dash", "dot", "dashdot", "longdash")
@@ -48,7 +50,9 @@ def frontier(found: Frontier) -> Chart | None:
         x |= {"tickformat": ".2f" if found.x == "ssim" else ".0%"}
     if any(math.isinf(p.x) for p in found.points):
         x |= _infinite(places)
-    figure.update_layout(xaxis=x, yaxis={"title": {"text": Y[found.y]}, "tickformat": ".0%"}, hovermode="closest")
+    shares = {"minallowed": WHOLE[0], "maxallowed": WHOLE[1]}  # one run alone would have an axis to 150 %
+    y: Chart = {"title": {"text": Y[found.y]}, "tickformat": ".0%", "autorangeoptions": shares}
+    figure.update_layout(xaxis=x, yaxis=y, hovermode="closest")
     return _chart(figure)
 
 
@@ -65,7 +69,7 @@ def accuracy(runs: Sequence[RunData]) -> Chart | None:
         figure.add_scatter(
             x=rounds, y=values, name=name, mode="lines", line=look, legendgroup=str(number), showlegend=False
         )
-    figure.update_yaxes(tickformat=".0%", range=[-0.02, 1.02], title={"text": "mean personal accuracy"})
+    figure.update_yaxes(tickformat=".0%", range=WHOLE, title={"text": "mean personal accuracy"})
     return _chart(figure)
 
 

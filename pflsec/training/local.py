@@ -76,7 +76,7 @@ class Unrolled:
         }
 
     def move(self, params: Items, gradients: Sequence[Tensor], lr: float) -> Items:
-        return {k: torch.sub(p, g, alpha=lr) for (k, p), g in zip(params.items(), gradients, strict=True)}
+        return {k: torch.add(p, g, alpha=-lr) for (k, p), g in zip(params.items(), gradients, strict=True)}
 
     def end(self, params: Items) -> Items:
         return params

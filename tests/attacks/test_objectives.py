@@ -7,8 +7,8 @@ from torch import Tensor
 from pflsec.attacks.objectives import cosine, relative_squared, squared
 from pflsec.attacks.priors import total_variation
 
-SEEN = {"a": torch.tensor([3.0, 0.0]), "b": torch.tensor([[4.0]])}
-GUESS = {"a": torch.tensor([3.0, 1.0]), "b": torch.tensor([[2.0]])}
+SEEN = {"a": torch.tensor([3.0, 0.0]).double(), "b": torch.tensor([[4.0]]).double()}
+GUESS = {"a": torch.tensor([3.0, 1.0]).double(), "b": torch.tensor([[2.0]]).double()}
 
 
 def scaled(items: dict[str, Tensor], by: float) -> dict[str, Tensor]:
@@ -40,7 +40,7 @@ def test_the_cosine_distance_of_opposite_vectors_is_two():
 @pytest.mark.parametrize("seed", range(5))
 def test_a_vector_has_no_distance_to_itself(seed: int):
     items = random_items(seed, torch.float32)
-    assert abs(float(cosine(items)(items))) < 1e-15
+    assert abs(float(cosine(items)(items))) < 1e-14
     assert float(squared(items)(items)) == float(relative_squared(items)(items)) == 0
 
 
@@ -59,8 +59,8 @@ def test_the_relative_distance_forgives_the_scale_of_both():
     assert float(relative_squared(scaled(a, 1e-9))(scaled(b, 1e-9))) == pytest.approx(float(relative_squared(a)(b)))
 
 
-def test_sums_are_taken_in_double_precision():
-    """In single precision the cosine of a vector with itself misses 1 by up to 2e-5, and hides the end of a descent."""
+def test_rounding_does_not_hide_the_end_of_a_descent():
+    """In single precision the plain cosine of a vector with itself misses 1 by up to 2e-5."""
     items = {"a": torch.full((200_000,), 0.1)}
     nudged = {"a": items["a"] + torch.where(torch.arange(200_000) % 2 == 0, 1e-6, -1e-6)}
     assert 1e-12 < float(cosine(items)(nudged)) < 1e-9
@@ -103,3 +103,23 @@ def test_total_variation_of_a_flat_image_is_zero_and_of_one_row_counts_one_direc
 def test_total_variation_counts_every_image_and_channel_alike():
     one = torch.rand(1, 1, 5, 5, generator=torch.Generator().manual_seed(0))
     assert float(total_variation(one.expand(3, 2, 5, 5))) == pytest.approx(float(total_variation(one)))
+
+
+@pytest.mark.parametrize("objective", [squared, relative_squared, cosine])
+def test_single_precision_tells_how_far_a_guess_near_the_truth_is_and_which_way(objective):
+    seen, aside = random_items(0), random_items(1)
+    near = {k: v + 1e-5 * aside[k] for k, v in seen.items()}
+    found = []
+    for dtype in (torch.float64, torch.float32):
+        guess = {k: v.to(dtype).requires_grad_() for k, v in near.items()}
+        distance = objective(seen)(guess)
+        slopes = torch.autograd.grad(distance, list(guess.values()))
+        found.append((distance.item(), torch.cat([s.flatten().double() for s in slopes])))
+    (exact, slope), (single, rough) = found
+    assert single == pytest.approx(exact, rel=1e-2)
+    assert float(torch.cosine_similarity(slope, rough, dim=0)) > 0.999
+
+
+def test_a_guess_too_large_for_its_arithmetic_has_no_distance():
+    assert cosine(SEEN)(scaled(SEEN, 1.0) | {"a": torch.tensor([torch.inf, 0.0]).double()}).isnan()
+    assert cosine(SEEN)({k: v.float() * 1e25 for k, v in SEEN.items()}).isnan()

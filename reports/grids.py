@@ -144,8 +144,10 @@ def words(rows: Sequence[Row]) -> Grid:
         "words recovered": "recall",
         "blind guess": "recall_blind",
         "of the found ones right": "precision",
+        "in order, with gaps (ROUGE-L)": "rouge_l",
+        "at their place": "in_place",
         "all words": "multiset",
-        "in order": "sequence",
+        "all in order": "sequence",
         "identified": "identified",
     }
     return _grid(rows, about, {"texts": _as("texts", _whole)} | {h: _as(n, percent) for h, n in shares.items()})

@@ -71,6 +71,8 @@ TOKENS: dict[str, Kind] = {
     "set_exact": "number",
     "multiset_exact": "number",
     "sequence_exact": "number",
+    "rouge_l": "number",
+    "in_place": "number",
     "identified": "number",
     "recall_blind": "number",
     "label_true": "integer",

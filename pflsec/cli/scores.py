@@ -48,6 +48,7 @@ def _print_words(scores: Any) -> None:
                 "token_recall",
                 "recall_blind",
                 "token_precision",
+                "rouge_l",
                 "multiset_exact",
                 "sequence_exact",
                 "identified",
@@ -56,7 +57,7 @@ def _print_words(scores: Any) -> None:
                 one.table["attack"].iloc[0], str(len(table)), *(number(float(table[name].mean())) for name in names)
             ])  # fmt: skip
     if rows:
-        columns = ["attack", "texts", "recall", "blind", "precision", "all words", "in order", "identified"]
+        columns = ["attack", "texts", "recall", "blind", "precision", "ROUGE-L", "all words", "in order", "identified"]
         print_table("Words found (means over texts)", columns, rows)
 
 

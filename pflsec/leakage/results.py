@@ -25,7 +25,8 @@ IMAGE_COLUMNS = (
 )  # fmt: skip
 TOKEN_COLUMNS = (
     "capture", "position", "dataset_index", "matched", "words", "unknown", "found", "token_recall", "token_precision",
-    "set_exact", "multiset_exact", "sequence_exact", "identified", "recall_blind", "label_true", "label_found",
+    "set_exact", "multiset_exact", "sequence_exact", "rouge_l", "in_place", "identified", "recall_blind", "label_true",
+    "label_found",
 )  # fmt: skip
 REPLAY_TOLERANCE = 1e-3
 """Largest relative distance, at the truth, between what the replayed and the captured uplink say about the data."""

@@ -7,6 +7,7 @@ words found. Words outside the vocabulary are one word: the network sees no diff
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from operator import eq
 from statistics import fmean
 from typing import Any
 
@@ -34,6 +35,8 @@ class TextScore:
     found           number of words in the reconstruction
     token_recall, token_precision  words in both (multisets), as a share of the true and of the found ones
     set_exact, multiset_exact, sequence_exact  1.0 where the same words were found; as often each; in the same order
+    rouge_l         F1 of the longest common subsequence of both (ROUGE-L, Lin 2004): words in order, with gaps
+    in_place        share of the true words that stand at their own place, counted from the beginning
     identified      1.0 where the pool's nearest text by multiset (L1 of the counts) is the victim or its duplicate
     recall_blind    token_recall of the best guess that needs no message
     """
@@ -49,6 +52,8 @@ class TextScore:
     set_exact: float | None
     multiset_exact: float | None
     sequence_exact: float | None
+    rouge_l: float | None
+    in_place: float | None
     identified: float | None
     recall_blind: float
     label_true: int
@@ -118,13 +123,16 @@ def _text(truth: Truth, i: int, guess: Tensor | None, tried: bool, label: int | 
     """Return the score of the i-th true text; `guess` is None where nothing was assigned to it."""
     true, index = bag(truth.x[i]), int(truth.dataset_index[i])
     found: Words = Counter() if guess is None else bag(guess)
+    said, guessed = _sequence(truth.x[i]), [] if guess is None else _sequence(guess)
     common, blind = (true & found).total(), (true & bag(pool.mean)).total()
     measures = {
         "token_recall": _share(common, true.total()),
         "token_precision": _share(common, found.total()),
         "set_exact": float(true.keys() == found.keys()),
         "multiset_exact": float(true == found),
-        "sequence_exact": float(guess is not None and _sequence(guess) == _sequence(truth.x[i])),
+        "sequence_exact": float(guess is not None and guessed == said),
+        "rouge_l": _share(2 * common_subsequence(said, guessed), len(said) + len(guessed)),
+        "in_place": _share(sum(map(eq, said, guessed)), len(said)),
         "identified": float(bool(found) and identified(found, pool, index, true)),
     }
     return TextScore(
@@ -139,6 +147,16 @@ def _text(truth: Truth, i: int, guess: Tensor | None, tried: bool, label: int | 
         label_found=label,
         **(measures if tried else dict.fromkeys(measures)),
     )
+
+
+def common_subsequence(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return the length of the longest common subsequence."""
+    row = [0] * (len(other) + 1)
+    for a in one:
+        diagonal = 0
+        for j, b in enumerate(other, 1):
+            diagonal, row[j] = row[j], diagonal + 1 if a == b else max(row[j], row[j - 1])
+    return row[-1]
 
 
 def _share(part: int, whole: int) -> float:

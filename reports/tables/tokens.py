@@ -14,11 +14,13 @@ TEXT_MEASURES = {
     "recall": "token_recall",
     "recall_blind": "recall_blind",
     "precision": "token_precision",
+    "rouge_l": "rouge_l",
+    "in_place": "in_place",
     **TEXT_SHARES,
 }
 TOKENS = [
     *("run", "algo", "family", "defense", "attack_id", "attack", "adversary", "knowledge", "controls", "naive"),
-    *("texts", "recall", "recall_blind", "precision", *TEXT_SHARES),
+    *("texts", "recall", "recall_blind", "precision", "rouge_l", "in_place", *TEXT_SHARES),
 ]
 
 
@@ -27,6 +29,7 @@ def tokens_table(runs: Iterable[RunData]) -> pd.DataFrame:
 
     recall, precision  words in text and reconstruction (multisets), as shares of the true and of the found ones
     recall_blind       recall of the best guess without any message
+    rouge_l, in_place  words in the right order, with gaps (F1); words at their own place, as a share of the true ones
     multiset, sequence, identified  shares of texts whose words were all found, found in order, or told from all others
     Texts of captures that are not valid stand in no number; the leakage table counts them.
     """

@@ -1,5 +1,7 @@
 """Scores of texts, by hand: multisets without padding, one assignment, identification by the nearest multiset."""
 
+from itertools import combinations
+
 import pytest
 import torch
 
@@ -34,6 +36,29 @@ def test_words_in_any_order_are_the_multiset_and_not_the_sequence():
 def test_the_same_order_is_the_sequence_whatever_the_padding():
     _, (one,) = texts.score(truth(1), torch.tensor([[5, 6, 1, 0, 0, 0, 0]]), None, POOL)
     assert (one.sequence_exact, one.unknown, one.label_found) == (1, 1, None)
+
+
+def test_words_in_order_with_gaps_and_words_at_their_place():
+    """True: 2 3 3 4. All of 3 3 4 is in it in order, and only the second word at its place."""
+    for guess, longest, right in (
+        ([3, 3, 4], 3, 1),
+        ([2, 5, 3, 4], 3, 3),
+        ([4, 3, 3, 2], 2, 2),
+        ([2, 3, 3, 4], 4, 4),
+        ([9], 0, 0),
+    ):
+        _, (one,) = texts.score(truth(0), torch.tensor([guess]), None, POOL)
+        assert one.rouge_l == pytest.approx(2 * longest / (4 + len(guess))), guess
+        assert one.in_place == right / 4, guess
+    _, (none,) = texts.score(truth(0), None, torch.tensor([0]), POOL)
+    assert (none.rouge_l, none.in_place) == (None, None)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_longest_common_subsequence_is_the_longest_of_all(seed: int):
+    one, other = torch.randint(0, 3, (2, 7), generator=torch.Generator().manual_seed(seed)).tolist()
+    shared = {s for n in range(8) for s in combinations(one, n)} & {s for n in range(8) for s in combinations(other, n)}
+    assert texts.common_subsequence(one, other) == max(map(len, shared))
 
 
 def test_missing_and_foreign_words_count_against_recall_and_precision():

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -67,37 +67,68 @@ def match(
     poses     from a restart's problem to those that are searched; may refuse it
     settle    from the x [group, B, ...] where a descent ended to one that inputs can have: attempts are then judged by that
     """
+    search = _Search(distance, draw, plans, prior, group, pull, unknowns or {}, settle)
     dtype = getattr(torch, cfg.precision)
-    box = cap.input.box(torch.zeros((), dtype=dtype))
-    best: tuple[Best, Problem] | None = None
-    endings: Counter[str] = Counter()
-    given_up = 0
+    tried: list[_Attempt] = []
     for _ in range(cfg.restarts or (ONE if cap.count == 1 else SEVERAL)):
-        problem = Problem(cap, cfg.labels, cfg.hidden, rng, dtype)
-        for attempt in poses(problem):
-            loss = _loss(attempt, distance(attempt.target), prior, pull)
-            start = attempt.start(draw) | {f"state.{k}": v.to(dtype) for k, v in (unknowns or {}).items()}
-            start["x"] = torch.stack([start["x"], *(draw(cap, rng, dtype) for _ in range(group - 1))])
-            rival = best[0].trace if best and len(plans) == 1 else ()
-            found = descend(loss, start, plans, box, rng, rival)
-            if settle is not None:
-                found = _settled(found, loss, settle, plans[-1].tolerance)
-            endings[found.status] += 1
-            given_up += found.given_up
-            if best is None or found.objective < best[0].objective:
-                best = (found, attempt)
-        assert best is not None
-        if best[0].status == "converged":
+        for problem in poses(Problem(cap, cfg.labels, cfg.hidden, rng, dtype)):
+            rival = _leader(tried).found.trace if tried and len(plans) == 1 else ()
+            tried.append(_Attempt(problem, search.descend(problem, rng, rival)))
+        if _leader(tried).found.status == "converged":
             break
-    found, problem = best  # type: ignore[misc]
-    given = f"{given_up} of {sum(endings.values())} attempts were given up early" if given_up else ""
+    return _reconstruction(tried, distance, note)
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """A problem, and what a descent has found of it."""
+
+    problem: Problem
+    found: Best
+
+
+def _leader(tried: Sequence[_Attempt]) -> _Attempt:
+    """Return the attempt with the lowest objective, the first of equals."""
+    return min(tried, key=lambda attempt: attempt.found.objective)
+
+
+@dataclass(frozen=True)
+class _Search:
+    """How one attempt is made: the arguments of `match` that say so."""
+
+    distance: Callable[[Items], Objective]
+    draw: Draw
+    plans: Sequence[Plan]
+    prior: Prior | None
+    group: int
+    pull: float
+    unknowns: Items
+    settle: Callable[[Tensor], Tensor] | None
+
+    def descend(self, problem: Problem, rng: torch.Generator, rival: Sequence[float]) -> Best:
+        """Return the best point of a descent from a new start. rival  trace of the best attempt so far"""
+        cap, dtype = problem.cap, problem.dtype
+        loss = _loss(problem, self.distance(problem.target), self.prior, self.pull)
+        start = problem.start(self.draw) | {f"state.{k}": v.to(dtype) for k, v in self.unknowns.items()}
+        start["x"] = torch.stack([start["x"], *(self.draw(cap, rng, dtype) for _ in range(self.group - 1))])
+        box = cap.input.box(torch.zeros((), dtype=dtype))
+        found = descend(loss, start, self.plans, box, rng, rival)
+        return found if self.settle is None else _settled(found, loss, self.settle, self.plans[-1].tolerance)
+
+
+def _reconstruction(tried: Sequence[_Attempt], distance: Callable[[Items], Objective], note: str) -> Reconstruction:
+    """Return what the best attempt found, and how the others ended."""
+    problem, found = _leader(tried).problem, _leader(tried).found
+    endings = Counter(attempt.found.status for attempt in tried)
+    given_up = sum(attempt.found.given_up for attempt in tried)
+    given = f"{given_up} of {len(tried)} attempts were given up early" if given_up else ""
     return Reconstruction(
         x=_member(problem, distance(problem.target), found.free),
         y=problem.found_labels(found.free),
         objective=found.objective,
         status=found.status,
         iterations=found.calls,
-        restarts=sum(endings.values()),
+        restarts=len(tried),
         labels=problem.labels,
         hidden=problem.hidden,
         note="; ".join(filter(None, (note, given))),

@@ -117,22 +117,17 @@ def make(
     Raises ConfigError for names that are not known and for lists that are empty.
     """
     found = registry.find("algorithms", method)
-    wanted = [b for b in BASELINES if b in registry.names("algorithms")] if against is None else against
-    baselines = [key for key in _once(registry.find("algorithms", b) for b in wanted) if key not in (found, CONTROL)]
     chosen = _once(registry.find("attacks", a) for a in attacks)
     if not chosen or not defenses:
         raise ConfigError(f"an audit needs at least one {'defense (none counts)' if chosen else 'attack'}.")
     if seeds < 1:
         raise ConfigError(f"--seeds is {seeds}; it must be at least 1.")
-    for text in defenses:
-        if text != NONE:
-            registry.find("defenses", text.partition(":")[0])
     plan = Plan(
         method=found,
         file=methodfile.facts(registry.load("algorithms", found)),
-        baselines=baselines,
+        baselines=_baselines(against, found),
         attacks=chosen,
-        defenses=_once(defenses),
+        defenses=_once(_known_defense(text) for text in defenses),
         seeds=list(range(seed, seed + seeds)),
         training=dict(training),
         settings=dict(settings),
@@ -160,6 +155,18 @@ def split_defenses(text: str) -> list[str]:
         else:
             found.append(word)
     return found
+
+
+def _baselines(against: Sequence[str] | None, method: str) -> list[str]:
+    wanted = [b for b in BASELINES if b in registry.names("algorithms")] if against is None else against
+    return [key for key in _once(registry.find("algorithms", b) for b in wanted) if key not in (method, CONTROL)]
+
+
+def _known_defense(text: str) -> str:
+    """Return the text. Raises ConfigError where no defense is called so."""
+    if text != NONE:
+        registry.find("defenses", text.partition(":")[0])
+    return text
 
 
 def _once(names: Any) -> list[str]:

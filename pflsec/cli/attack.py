@@ -1,5 +1,6 @@
 """pflsec attack."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -88,68 +89,51 @@ def attack(
 
       pflsec attack ig --before a.safetensors --after b.safetensors --model mlp --shape 1,28,28 --classes 10 --lr 0.1 --out found
     """
+    given = {k: v for k, v in locals().items() if v is not None}
+
     from pflsec import api
-    from pflsec.cli.scores import print_scores, records
-    from pflsec.cli.update import attack_update
+    from pflsec.cli.update import attack_update, describing
     from pflsec.config.attack import AttackConfig, make_attacks
-    from pflsec.config.train import parse_assignments, split_assignments
     from pflsec.core.config import build
-    from pflsec.core.knowledge import letter_words
     from pflsec.runtime.folder import RunFolder
 
-    described = {
-        "before": before, "after": after, "model": model, "out": out, "truth": truth, "split": split,
-        "shape": _numbers(shape, "--shape"), "classes": classes, "lr": lr, "mean": _decimals(mean, "--mean"),
-        "std": _decimals(std, "--std"), "images": images, "steps": steps, "batch_size": batch_size,
-        "known_labels": _numbers(known_labels, "--known-labels"),
-    }  # fmt: skip
-    described = {name: value for name, value in described.items() if value is not None}
-    who = {"adversary": adversary, "knowledge": knowledge, "threat_model": threat_model}
-    options = {
-        "rounds": _numbers(rounds, "--rounds"),
-        "clients": _numbers(clients, "--clients"),
-        "lpips_weights": None if lpips_weights is None else str(lpips_weights),
-        "settings": parse_assignments(split_assignments(settings or [])),
-        **{
-            "kind": kind,
-            "iterations": iterations,
-            "restarts": restarts,
-        },
-        "visible": visible,
-        **{k: v for k, v in who.items() if v is not None},
-        **{"labels": labels, "hidden": hidden, "lpips": lpips, "seed": seed, "executor": executor, "workers": workers},
-        "controls": controls,
-        "device": device,
-        "naive": naive,
-    }
-    if described:
-        selecting = {
-            "run": run,
-            "rounds": rounds,
-            "clients": clients,
-            "kind": None if kind == "probe" else kind,
-            "naive": naive or None,
-        }
-        attack_update(attacks, described, options, [k for k, v in selecting.items() if v is not None], dry_run, json)
+    options = _read(given)
+    if describing(options):
+        attack_update(attacks, options, dry_run, json)
         return
-    config = build(AttackConfig, options, "attack")
+    config = build(AttackConfig, {k: v for k, v in options.items() if k in AttackConfig.model_fields}, "attack")
     ready = make_attacks(attacks, config)
-    names = [one.name for one in ready]
     session = api.AttackSession(RunFolder.open(run, runs_dir), config)
-    say(f"{', '.join(names)} on run {session.folder.path.name}: {len(session.captures)} victims each")
+    _say_plan(session, ready)
+    if dry_run:
+        if json:
+            print_json({"attacks": [one.name for one in ready], "captures": session.captures})
+        return
+    scores, failures = _run_each(session, ready)
+    _print_found(session.folder, scores, json)
+    for error in failures.values():
+        raise error
+
+
+def _say_plan(session: Any, ready: Sequence[Any]) -> None:
+    """Say what is attacked by whom, and what will be missing from the results."""
+    from pflsec.core.knowledge import letter_words
+
+    names, letter = ", ".join(one.name for one in ready), session.config.threat_model
+    say(f"{names} on run {session.folder.path.name}: {len(session.captures)} victims each")
     for one in ready:
         if one.refused:
             say(f"note: {one.name} does not apply: {one.refused}")
-    if config.threat_model:
-        say(f"threat model {config.threat_model}: {letter_words(config.threat_model)}")
+    if letter:
+        say(f"threat model {letter}: {letter_words(letter)}")
     if session.perceptual.status not in ("ok", "off"):
         say(f"note: LPIPS is not available ({session.perceptual.status}). {session.perceptual.remedy}")
-    if dry_run:
-        if json:
-            print_json({"attacks": names, "captures": session.captures})
-        return
+
+
+def _run_each(session: Any, ready: Sequence[Any]) -> tuple[list[Any], dict[str, Exception]]:
+    """Run the attacks under one bar; return scores and failures, each of which is said."""
     each = len(session.captures) + (2 if session.controlled else 0)
-    with progress(len(names) * each, "victim") as bar:
+    with progress(len(ready) * each, "victim") as bar:
         scores, failures = session.run_each(
             ready,
             lambda *seen: bar.advance(_note(seen[0], seen[3])),
@@ -157,29 +141,40 @@ def attack(
         )
     for name, error in failures.items():
         say(f"{name} failed: {first_line(error)}")
+    return scores, failures
+
+
+def _print_found(folder: Any, scores: Sequence[Any], json: bool) -> None:
+    from pflsec.cli.scores import print_scores, records
+
     if json:
         print_json([{"path": str(s.path), "scores": records(s)} for s in scores])
     elif scores:
-        print_scores(session.folder.path, scores)
-        say(f"results in {session.folder.attacks}; make the page with: pflsec report {session.folder.path.name}")
-    for error in failures.values():
-        raise error
+        print_scores(folder.path, scores)
+        say(f"results in {folder.attacks}; make the page with: pflsec report {folder.path.name}")
 
 
-def _decimals(text: str | None, flag: str) -> list[float] | None:
-    if text is None:
-        return None
+def _read(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options with the lists among them read. Raises ConfigError naming the option."""
+    from pflsec.config.train import parse_assignments, split_assignments
+
+    readers = dict.fromkeys(("rounds", "clients", "shape", "known_labels"), _numbers)
+    readers |= dict.fromkeys(("mean", "std"), _decimals)
+    read = {k: readers[k](v, f"--{k.replace('_', '-')}") if k in readers else v for k, v in given.items()}
+    read["settings"] = parse_assignments(split_assignments(given.get("settings", [])))
+    return read | ({"lpips_weights": str(given["lpips_weights"])} if "lpips_weights" in given else {})
+
+
+def _decimals(text: str, flag: str) -> list[float]:
     try:
         return [float(word) for word in text.split(",")]
     except ValueError:
         raise ConfigError(f"{flag} is '{text}'; use a number, or one for each channel with commas between.") from None
 
 
-def _numbers(text: str | None, flag: str) -> list[int] | None:
+def _numbers(text: str, flag: str) -> list[int]:
     from pflsec.config.train import whole
 
-    if text is None:
-        return None
     numbers = []
     for word in text.split(","):
         if (found := whole(word.strip())) is None:

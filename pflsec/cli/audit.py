@@ -1,5 +1,6 @@
 """pflsec audit."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -93,35 +94,23 @@ def audit(
     given = {k: v for k, v in locals().items() if v is not None}
 
     from pflsec.audit.folder import Audit, check
-    from pflsec.config.train import TrainConfig
     from pflsec.sweep.plan import price
     from pflsec.sweep.work import How
 
-    training = {k: v for k, v in given.items() if k in TrainConfig.model_fields and k not in (*OWN, "executor")}
-    own = {k: given[k] for k in OWN if k in given}
     check_executor(executor)
-    if resume and (training or own or name):
-        raise ConfigError(
-            "--resume takes the audit's own plan; of the other options only --executor and --json go with it."
-        )
-    if not resume and method is None:
-        raise ConfigError("which method is to be audited? Give METHOD, or --resume DIR. See: pflsec audit --help")
-    found = Audit.open(resume) if resume else None
-    plan = found.plan if found else _plan(own, training)
-    name = safe_name(name or f"{plan.label}-{training.get('data', 'digits').partition(':')[0]}", "audit name")
+    found = _reopened(given) if resume else None
+    plan = found.plan if found else _plan(given)
+    title = safe_name(name or f"{plan.label}-{plan.training.get('data', 'digits').partition(':')[0]}", "audit name")
     left = found.unfinished() if found else plan.cells()
     cells = check(plan, left)
-    say_cells(cells, plan.assaults())
-    for cell in left:
-        say(f"  {cell.name}: {cell.algo}, {cell.role}, defense {cell.defense}, seed {cell.seed}")
     cost = price(cells, plan.assaults())
-    say_price(cost)
+    _say_work(plan, left, cells, cost)
     if dry_run:
         if json:
             seconds = {"seconds": cost.seconds, "attack_seconds": cost.attacking if cost.timed_on else None}
             print_json({"plan": plan.as_dict(), "cells": [cell.name for cell in left], **seconds})
         return
-    made = found or Audit.create(folder, name, plan)
+    made = found or Audit.create(folder, title, plan)
     say(f"audit in {made.path}; after Ctrl-C go on with: pflsec audit --resume {made.path}")
     with progress(max(1, cost.units), "step") as bar:
         made.run(How(executor, paces=cost.paces, on_step=paced(bar)), cells)
@@ -130,20 +119,48 @@ def audit(
         raise typer.Exit(1)
 
 
-def _plan(own: dict[str, Any], training: dict[str, Any]) -> Any:
+def _training(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of every training."""
+    from pflsec.config.train import TrainConfig
+
+    return {k: v for k, v in given.items() if k in TrainConfig.model_fields and k not in (*OWN, "executor")}
+
+
+def _reopened(given: Mapping[str, Any]) -> Any:
+    """Return the audit that goes on. Raises ConfigError for options that would change it."""
+    from pflsec.audit.folder import Audit
+
+    if _training(given) or any(k in given for k in (*OWN, "name")):
+        raise ConfigError(
+            "--resume takes the audit's own plan; of the other options only --executor and --json go with it."
+        )
+    return Audit.open(given["resume"])
+
+
+def _say_work(plan: Any, left: Sequence[Any], cells: Sequence[Any], cost: Any) -> None:
+    say_cells(cells, plan.assaults())
+    for cell in left:
+        say(f"  {cell.name}: {cell.algo}, {cell.role}, defense {cell.defense}, seed {cell.seed}")
+    say_price(cost)
+
+
+def _plan(given: Mapping[str, Any]) -> Any:
+    """Return the plan of a new audit."""
     from pflsec.audit import plan
     from pflsec.config.train import parse_assignments, split_assignments
 
-    lists = {k: plan.split_names(own[k]) for k in ("against", "attacks") if k in own}
-    if "defenses" in own:
-        lists["defenses"] = plan.split_defenses(own["defenses"])
+    if "method" not in given:
+        raise ConfigError("which method is to be audited? Give METHOD, or --resume DIR. See: pflsec audit --help")
+    lists = {k: plan.split_names(given[k]) for k in ("against", "attacks") if k in given}
+    if "defenses" in given:
+        lists["defenses"] = plan.split_defenses(given["defenses"])
     return plan.make(
-        own["method"],
+        given["method"],
         **lists,
-        **{k: own[k] for k in ("seeds", "seed") if k in own},
-        training=training,
-        settings=parse_assignments(split_assignments(own.get("settings", []))),
-        attacking={k: v for k, v in (own | training).items() if k in (*ATTACKING, "kind")},
+        **{k: given[k] for k in ("seeds", "seed") if k in given},
+        training=_training(given),
+        settings=parse_assignments(split_assignments(given.get("settings", []))),
+        attacking={k: given[k] for k in (*ATTACKING, "kind") if k in given},
     )
 
 

@@ -2,7 +2,9 @@
 
 import shutil
 import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +15,9 @@ from pflsec.cli.console import duration, megabytes, number, print_json, progress
 from pflsec.cli.options import option
 from pflsec.core.errors import ConfigError, PflsecWarning
 from pflsec.core.files import safe_name
+
+HOW = ("executor", "workers", "track")
+"""Options that change no result: they alone go with --resume."""
 
 
 def train(
@@ -88,26 +93,10 @@ def train(
     given = {k: v for k, v in locals().items() if v is not None}
 
     from pflsec import api
-    from pflsec.config.train import TrainConfig, split_assignments
-    from pflsec.core.config import build
-    from pflsec.runtime.estimate import best_executor, estimate
+    from pflsec.runtime.estimate import best_executor
 
-    given = {k: v for k, v in given.items() if k in TrainConfig.model_fields and k != "settings"}
-    how = {k: given.pop(k) for k in ("executor", "workers", "track") if resume and k in given}
-    if resume and (given or settings or preset or config or name):
-        raise ConfigError(
-            "--resume takes the run's own configuration; of the other options only --executor, --workers, --track and "
-            "--runs-dir go with it."
-        )
-    if name is not None:
-        safe_name(name, "run name")
-    found = None
-    if resume:
-        setup, found = api.plan_resumption(resume, runs_dir)
-        setup = replace(setup, config=build(TrainConfig, setup.config.model_dump() | how, "train"))
-    else:
-        setup = api.plan_training(given, preset=preset, config=config, assignments=split_assignments(settings or []))
-    cost = estimate(setup)
+    setup, start = _again(given) if resume else _anew(given)
+    cost = api.estimate(setup)
     say(
         f"{setup.config.algo} on {setup.config.data}: {setup.federation.clients} clients, {setup.config.rounds} rounds, "
         f"{setup.net.size():,} parameters; about {duration(cost.seconds)} and {megabytes(cost.bytes)} on disk"
@@ -117,22 +106,48 @@ def train(
         if json:
             print_json({"config": setup.config.model_dump(), "seconds": cost.seconds, "bytes": cost.bytes})
         return
-    executor = best_executor(setup.config.executor, cost.seconds)
     with progress(setup.config.rounds, "round") as bar:
-
-        def on_round(t: int, metrics: Any) -> None:
-            bar.advance(_note(metrics), t + 1)
-
-        if found:
-            run = api.resume_training(setup, found, on_round=on_round, executor=executor)
-        else:
-            run = api.run_training(setup, name=name, runs_dir=runs_dir, on_round=on_round, executor=executor)
+        run = start(
+            on_round=lambda t, metrics: bar.advance(_note(metrics), t + 1),
+            executor=best_executor(setup.config.executor, cost.seconds),
+        )
     last = run.metrics.iloc[-1].to_dict()
     if json:
         print_json({"run": run.name, "path": str(run.path), "metrics": last})
         return
     say(f"done: {_note(last)}")
     say(f"run {run.path}{_next_step(setup, run.name)}" + _runs_dir(runs_dir))
+
+
+def _anew(given: Mapping[str, Any]) -> tuple[Any, Callable[..., Any]]:
+    """Return the setup of a new run, and what starts it."""
+    from pflsec import api
+    from pflsec.config.train import TrainConfig, split_assignments
+
+    name = given.get("name")
+    if name is not None:
+        safe_name(name, "run name")
+    options = {k: v for k, v in given.items() if k in TrainConfig.model_fields and k != "settings"}
+    assignments = split_assignments(given.get("settings", []))
+    setup = api.plan_training(options, preset=given.get("preset"), config=given.get("config"), assignments=assignments)
+    return setup, partial(api.run_training, setup, name=name, runs_dir=given["runs_dir"])
+
+
+def _again(given: Mapping[str, Any]) -> tuple[Any, Callable[..., Any]]:
+    """Return the setup of a run that goes on, and what makes it go on. Raises ConfigError for options that would change it."""
+    from pflsec import api
+    from pflsec.config.train import TrainConfig
+    from pflsec.core.config import build
+
+    if given.keys() - {*HOW, "resume", "runs_dir", "dry_run", "json"}:
+        raise ConfigError(
+            "--resume takes the run's own configuration; of the other options only --executor, --workers, --track and "
+            "--runs-dir go with it."
+        )
+    setup, found = api.plan_resumption(given["resume"], given["runs_dir"])
+    how = {k: given[k] for k in HOW if k in given}
+    setup = replace(setup, config=build(TrainConfig, setup.config.model_dump() | how, "train"))
+    return setup, partial(api.resume_training, setup, found)
 
 
 def _next_step(setup: Any, run: str) -> str:

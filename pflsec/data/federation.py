@@ -2,7 +2,7 @@
 
 import functools
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -194,6 +194,15 @@ def _copies(images: np.ndarray) -> np.ndarray:
     return np.array([numbers.setdefault(digest, len(numbers)) for digest in digests], dtype=np.int64)
 
 
+def _deal(
+    dataset: Dataset, rows: np.ndarray, partition: str, seed: int, options: Mapping[str, Any]
+) -> list[np.ndarray]:
+    """Return each client's part of these rows of the dataset."""
+    ids = None if dataset.client_ids is None else dataset.client_ids[rows]
+    rng = numpy_stream(seed, "partition", partition)
+    return [rows[part] for part in assign(partition, rng, labels=dataset.labels[rows], ids=ids, **options)]
+
+
 def _split_share(dataset: Dataset, rows: np.ndarray, fraction: float, seed: int, client: int) -> Shard:
     groups = _copies(dataset.images[rows])
     train, test = split(dataset.labels[rows], groups, fraction, numpy_stream(seed, "split", client))
@@ -261,23 +270,17 @@ def build(
     if not 0 < test_fraction < 1:
         raise DataError(f"test_fraction must lie between 0 and 1, both excluded, but is {test_fraction}.")
     is_test = _given_flags(dataset) if test == "given" else np.zeros(len(dataset.labels), dtype=np.bool_)
+    options = {"clients": clients, "alpha": alpha, "classes_per_client": classes_per_client}
     if partition == PFLLIB:
         _check_pfllib_split(test, test_fraction)
         sides = pfllib_compat(dataset.labels, clients or 0, int(seed), alpha)
         shards = tuple(Shard(np.sort(train), np.sort(tested)) for train, tested in sides)
+    elif partition == "natural" and test == "given":
+        dealt = _deal(dataset, np.arange(len(is_test)), partition, int(seed), options)
+        shards = tuple(_given_share(dataset, is_test, rows) for rows in dealt)
     else:
-        own = test == "given" and partition == "natural"
-        dealt = np.arange(len(is_test)) if own else np.flatnonzero(~is_test)
-        ids = None if dataset.client_ids is None else dataset.client_ids[dealt]
-        rng = numpy_stream(int(seed), "partition", partition)
-        labels, options = dataset.labels[dealt], {"alpha": alpha, "classes_per_client": classes_per_client}
-        parts = assign(partition, rng, labels=labels, ids=ids, clients=clients, **options)
-        shards = tuple(
-            _given_share(dataset, is_test, dealt[part])
-            if own
-            else _split_share(dataset, dealt[part], test_fraction, int(seed), client)
-            for client, part in enumerate(parts)
-        )
+        dealt = _deal(dataset, np.flatnonzero(~is_test), partition, int(seed), options)
+        shards = tuple(_split_share(dataset, rows, test_fraction, int(seed), i) for i, rows in enumerate(dealt))
     personal = np.sort(np.concatenate([shard.test for shard in shards]))
     common = np.flatnonzero(is_test) if test == "given" else personal
     return Federation(dataset, shards, _input_spec(dataset, shards), common)

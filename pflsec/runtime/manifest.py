@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pflsec
+from pflsec.config.train import TrainConfig
 from pflsec.core import methodfile, registry
 from pflsec.core.change import untouched
 from pflsec.core.contract import Direction, kind_of
 from pflsec.core.network import buffer_in
+from pflsec.data.federation import Federation
 from pflsec.models import catalogue
 from pflsec.runtime.folder import SCHEMA
 from pflsec.runtime.setup import Setup
@@ -22,10 +24,7 @@ PACKAGES = ("torch", "torchvision", "opacus", "numpy", "scipy", "scikit-image", 
 
 def describe(setup: Setup, name: str, dp: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the manifest of a run that is about to start."""
-    config, algorithm, federation = setup.config, setup.algorithm, setup.federation
-    card = registry.card("algorithms", config.algo)
-    dataset = federation.dataset
-    words = {"words": list(dataset.words)} if dataset.words else {}
+    config, contract = setup.config, setup.algorithm.contract
     return {
         "schema": SCHEMA,
         "name": name,
@@ -33,48 +32,69 @@ def describe(setup: Setup, name: str, dp: Mapping[str, Any] | None = None) -> di
         "reason": None,
         "started": now(),
         "finished": None,
-        "algorithm": {
-            "key": card.key,
-            "family": card.family,
-            "title": card.title,
-            "sections": card.sections,
-            "settings": algorithm.cfg.model_dump(),
-            "file": methodfile.facts(type(getattr(algorithm, "inner", algorithm))),
-        },
+        "algorithm": _algorithm(setup),
         "config": config.model_dump(),
         "seed": config.seed,
         "versions": versions(),
         "git": git_revision(),
         "device": "cpu",
         "threads": 1,
-        "data": {
-            "name": dataset.name,
-            "source": dataset.source,
-            "class_names": list(dataset.class_names),
-            "input": federation.input.as_dict(),
-            "partition": federation.fingerprint(),
-            "histogram": federation.histogram(),
-            **words,
-        },
-        "model": {
-            "name": catalogue.resolved(config.model, federation.input.vocabulary),
-            "split": setup.net.split,
-            "parameters": setup.net.size(),
-            "bn_buffers": config.buffers if setup.net.batchnorms else "n/a",
-            "shapes": {k: list(v) for k, v in setup.net.shapes.items()},
-        },
+        "data": _data(setup.federation),
+        "model": _model(setup),
         "wire": wire_table(setup),
         "defenses": config.defense,
-        "undefended": untouched(algorithm.contract) if any(d.seam == "uplink" for d in setup.defenses) else [],
+        "undefended": untouched(contract) if any(d.seam == "uplink" for d in setup.defenses) else [],
         "dp": dict(dp) if dp else {"enabled": False, "coverage": {}},
-        "captures": {
-            "rounds": config.captured_rounds(),
-            "clients": config.captured_clients() if config.captured_rounds() else [],
-            "victims": config.victims,
-            "batch": config.victim_batch,
-            "steps": config.victim_steps,
-            "kind": config.kind,
-        },
+        "captures": _captures(config),
+    }
+
+
+def _algorithm(setup: Setup) -> dict[str, Any]:
+    card, algorithm = registry.card("algorithms", setup.config.algo), setup.algorithm
+    return {
+        "key": card.key,
+        "family": card.family,
+        "title": card.title,
+        "sections": card.sections,
+        "settings": algorithm.cfg.model_dump(),
+        "file": methodfile.facts(type(getattr(algorithm, "inner", algorithm))),
+    }
+
+
+def _data(federation: Federation) -> dict[str, Any]:
+    dataset = federation.dataset
+    words = {"words": list(dataset.words)} if dataset.words else {}
+    return {
+        "name": dataset.name,
+        "source": dataset.source,
+        "class_names": list(dataset.class_names),
+        "input": federation.input.as_dict(),
+        "partition": federation.fingerprint(),
+        "histogram": federation.histogram(),
+        **words,
+    }
+
+
+def _model(setup: Setup) -> dict[str, Any]:
+    config, net = setup.config, setup.net
+    return {
+        "name": catalogue.resolved(config.model, setup.federation.input.vocabulary),
+        "split": net.split,
+        "parameters": net.size(),
+        "bn_buffers": config.buffers if net.batchnorms else "n/a",
+        "shapes": {k: list(v) for k, v in net.shapes.items()},
+    }
+
+
+def _captures(config: TrainConfig) -> dict[str, Any]:
+    rounds = config.captured_rounds()
+    return {
+        "rounds": rounds,
+        "clients": config.captured_clients() if rounds else [],
+        "victims": config.victims,
+        "batch": config.victim_batch,
+        "steps": config.victim_steps,
+        "kind": config.kind,
     }
 
 

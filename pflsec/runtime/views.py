@@ -183,51 +183,62 @@ def _mean(many: Sequence[tuple[Items, float]]) -> Items:
         raise NotApplicable("the uploads do not fit each other, so there is no sum of what they say") from None
 
 
-def _joined(joined: Sequence[Member], up: Items) -> Capture:
+def _joined(members: Sequence[Member], up: Items) -> Capture:
     """Return one capture for all members."""
-    first = joined[0].capture
-    records = [m.capture.record for m in joined]
-    counts, names = [r.batch for r in records], "+".join(r.id for r in records)
+    captures, records = [m.capture for m in members], [m.capture.record for m in members]
     record = replace(
         records[0],
-        id=names,
+        id="+".join(r.id for r in records),
         up=up,
         memory={},
         shown={},
-        batch=sum(counts),
+        batch=sum(r.batch for r in records),
         batch_size=sum(min(r.batch_size, r.batch) for r in records),
     )
+    cohort = _Cohort(members)
+    return replace(
+        captures[0],
+        record=record,
+        target=detached(_mean([(m.capture.target, m.weight) for m in members])),
+        known=_known(members),
+        labels=_together([c.labels for c in captures], torch.cat),
+        counts=_together([c.counts for c in captures], lambda many: torch.stack(many).sum(0)),
+        state=joined_state({c.record.client: c.state for c in captures}),
+        begin_fn=cohort.begin,
+        replay_fn=cohort.replay,
+        newcomer_fn=cohort.newcomer,
+        pullback_fn=cohort.pullback,
+    )
 
-    def each(state: Items) -> list[Items]:
-        return [without_prefix(m.prefix, state) for m in joined]
 
-    def replay(x: Tensor, y: Tensor, state: Items) -> Items:
-        parts = zip(joined, x.split(counts), y.split(counts), each(state), strict=True)
-        return _mean_graph([(m.capture.replay(xs, ys, s), m.weight) for m, xs, ys, s in parts])
+@dataclass(frozen=True)
+class _Cohort:
+    """What a capture of a sum asks of its clients (see Capture for each): their batches lie one after the other in x and y."""
 
-    def pullback(x: Tensor, u: Tensor) -> Items:
-        parts = zip(joined, x.split(counts), u.split(counts), strict=True)
-        return _mean_graph([(m.capture.pullback(xs, us), 1.0) for m, xs, us in parts])
+    members: Sequence[Member]
 
-    def begin(state: Items) -> Items:
-        found = [m.capture.begin_fn(s) for m, s in zip(joined, each(state), strict=True)]
+    def begin(self, state: Items) -> Items:
+        found = [m.capture.begin_fn(own) for m, own in zip(self.members, self._each(state), strict=True)]
         if any(relative_distance(other, found[0]) for other in found[1:]):
             raise NotApplicable("the clients of the sum do not begin at one model")
         return found[0]
 
-    return replace(
-        first,
-        record=record,
-        target=detached(_mean([(m.capture.target, m.weight) for m in joined])),
-        known=_known(joined),
-        labels=_together([m.capture.labels for m in joined], torch.cat),
-        counts=_together([m.capture.counts for m in joined], lambda many: torch.stack(many).sum(0)),
-        state=joined_state({m.capture.record.client: m.capture.state for m in joined}),
-        begin_fn=begin,
-        replay_fn=replay,
-        newcomer_fn=lambda rng: {k: v for m in joined for k, v in prefixed(m.prefix, m.capture.newcomer(rng)).items()},
-        pullback_fn=pullback,
-    )
+    def replay(self, x: Tensor, y: Tensor, state: Items) -> Items:
+        parts = zip(self.members, self._split(x), self._split(y), self._each(state), strict=True)
+        return _mean_graph([(m.capture.replay(xs, ys, own), m.weight) for m, xs, ys, own in parts])
+
+    def newcomer(self, rng: torch.Generator) -> Items:
+        return {k: v for m in self.members for k, v in prefixed(m.prefix, m.capture.newcomer(rng)).items()}
+
+    def pullback(self, x: Tensor, u: Tensor) -> Items:
+        parts = zip(self.members, self._split(x), self._split(u), strict=True)
+        return _mean_graph([(m.capture.pullback(xs, us), 1.0) for m, xs, us in parts])
+
+    def _each(self, state: Items) -> list[Items]:
+        return [without_prefix(m.prefix, state) for m in self.members]
+
+    def _split(self, rows: Tensor) -> tuple[Tensor, ...]:
+        return rows.split([m.capture.record.batch for m in self.members])
 
 
 def joined_state(states: Mapping[int, Items | None]) -> Items | None:

@@ -1,5 +1,6 @@
 """The gallery of an attack: originals, reconstructions and blind guesses side by side, or texts with their words marked."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from pflsec.reports.load import AttackData, CaptureId, RunData, load_run
 from pflsec.reports.tables import FAILED
 
 MOST = 10  # images in a gallery
+COLUMNS = ("original", "reconstruction", "blind guess")
 CHANNELS = 3  # of a signal, in a gallery
 HEAD, CAPTION = 0.85, 2.05  # inches above and to the right of a gallery's pictures
 CAP = 100.0  # dB; equal images
@@ -69,32 +71,38 @@ def gallery(run: RunData, attack: AttackData) -> Figure:
     mean = read_items(run.path / "vault" / "pool.safetensors", "the mean image").get("mean")
     blind = _image(mean, run, "the mean image")
     channels, signals = run.input.shape[0], run.input.shape[1] == 1
-    columns, width = (min(CHANNELS, channels), 1.9) if signals else (3, 1.12)
+    columns = [f"channel {i}" for i in range(min(CHANNELS, channels))] if signals else list(COLUMNS)
+    notes = _left_out(len(pairs), total, "signals" if signals else "images")
+    notes += [f"{len(columns)} of {channels} channels"] if signals and channels > len(columns) else []
     with style():
-        size = 0.2 + width * columns + CAPTION, HEAD + 1.2 * len(pairs)
-        figure = Figure(figsize=size)
-        grid = figure.subplots(len(pairs), columns, squeeze=False)
-        sides = {
-            "left": 0.2 / size[0],
-            "right": 1 - CAPTION / size[0],
-            "top": 1 - HEAD / size[1],
-            "bottom": 0.1 / size[1],
-        }
-        figure.subplots_adjust(**sides, wspace=0.08, hspace=0.12)
+        figure, grid = _table(columns, len(pairs), 1.9 if signals else 1.12)
         for row, pair in zip(grid, pairs, strict=True):
             (_curves if signals else _pictures)(row, pair, blind)
             _caption(row[-1], pair, blind)
-        heads = [f"channel {i}" for i in range(columns)] if signals else ["original", "reconstruction", "blind guess"]
-        for axes, head in zip(grid[0], heads, strict=True):
-            axes.set_title(head, fontsize=9, color=QUIET)
-        things, most = "signals" if signals else "images", total - len(pairs)
-        left = f"{len(pairs)} of {total} {things}, {most} left out" if most else f"{total} {things}"
-        notes = [left, "worst leak first"] if total > 1 else []
-        notes += [f"{columns} of {channels} channels"] if signals and channels > columns else []
         _heading(figure, f"{run.name} · {attack.name}", "; ".join(notes))
         if signals:
             _curve_key(figure)
     return figure
+
+
+def _left_out(shown: int, total: int, things: str) -> list[str]:
+    """Return what the heading says of how many there are, and of their order."""
+    if total == 1:
+        return []
+    count = f"{shown} of {total} {things}, {total - shown} left out" if shown < total else f"{total} {things}"
+    return [count, "worst leak first"]
+
+
+def _table(columns: Sequence[str], rows: int, width: float) -> tuple[Figure, np.ndarray]:
+    """Return a figure and its axes [rows, columns], the columns `width` inches wide, with room for a heading and captions."""
+    size = 0.2 + width * len(columns) + CAPTION, HEAD + 1.2 * rows
+    figure = Figure(figsize=size)
+    grid = figure.subplots(rows, len(columns), squeeze=False)
+    sides = {"left": 0.2 / size[0], "right": 1 - CAPTION / size[0], "top": 1 - HEAD / size[1], "bottom": 0.1 / size[1]}
+    figure.subplots_adjust(**sides, wspace=0.08, hspace=0.12)
+    for axes, column in zip(grid[0], columns, strict=True):
+        axes.set_title(column, fontsize=9, color=QUIET)
+    return figure, grid
 
 
 def _texts(run: RunData, attack: AttackData) -> Figure:

@@ -16,9 +16,20 @@ import pytest
 from pflsec.core import registry
 from pflsec.leakage.results import COLUMNS
 from tests.docs.blocks import REPOSITORY
+from tests.reports import browser
 
 EVERY = [(group, name) for group in registry.GROUPS for name in registry.names(group)]
 EXTERNAL = re.compile(r"<(?:script|img|link|iframe|source)[^>]*\s(?:src|href)=\"?(?:https?:)?//[^>]*>")
+
+SEARCH = """new Promise((done) => {
+  const links = document.querySelector(".md-search-result__list");
+  new MutationObserver(() => done([...links.querySelectorAll("a")].map((one) => one.href))).observe(links, {childList: true});
+  document.getElementById("__search").click();
+  const field = document.querySelector(".md-search__input");
+  field.value = "fedrep";
+  field.dispatchEvent(new KeyboardEvent("keyup", {bubbles: true}));
+})"""
+"""Searches for fedrep; its value are the addresses of what is found."""
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +132,16 @@ def test_no_page_loads_anything_from_elsewhere(site):
         (page.name, tag) for page in site.rglob("*.html") for tag in EXTERNAL.findall(page.read_text(encoding="utf8"))
     }
     assert found == set()
+
+
+@pytest.mark.skipif(browser.FOUND is None, reason=f"no browser: none of {', '.join(browser.NAMES)} is on the PATH")
+def test_a_page_opened_as_a_file_is_searched_without_any_request_to_elsewhere(site):
+    with browser.browser() as chromium:
+        page = chromium.open(site / "index.html", 1280)
+        found = page.run(SEARCH)
+    assert found[0].endswith("reference/algorithms/fedrep.html")
+    assert page.complaints == []
+    assert {url for url in page.requests if not url.startswith(site.resolve().as_uri())} == set()
 
 
 def test_the_generator_is_no_part_of_the_site(site):

@@ -341,9 +341,11 @@ def test_what_is_left_of_the_global_model_is_the_mean_of_the_others_and_no_singl
 
 def test_all_of_the_cohort_must_be_captured(averaging: api.Run, folder: Path):
     table = attacked(averaging, adversary="client", kind="update", clients=[1, 3]).table
+    assert set(table["client"]) == {1, 3}
     assert all("of which client 2 is not among those attacked" in reason for reason in table["reason"])
     some = trained(folder, kind="update", capture_clients="1,2,3", rounds=1)
     table = attacked(some, adversary="client", kind="update").table
+    assert set(table["client"]) == {1, 2, 3}
     assert all("of which client 0 is not among those attacked" in reason for reason in table["reason"])
 
 

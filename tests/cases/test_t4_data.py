@@ -74,7 +74,8 @@ def test_u046_so_it_is_in_a_file_and_on_the_command_line(
 
 
 def test_u046_options_that_are_used_and_defaults_are_accepted():
-    resolve({"partition": "dirichlet", "alpha": 0.5})
-    resolve({"partition": "pfllib-compat", "alpha": 0.5})
-    resolve({"partition": "pathological", "classes_per_client": 3})
-    resolve(resolve({"partition": "iid"}).model_dump())
+    assert resolve({"partition": "dirichlet", "alpha": 0.5}).alpha == 0.5
+    assert resolve({"partition": "pfllib-compat", "alpha": 0.5}).alpha == 0.5
+    assert resolve({"partition": "pathological", "classes_per_client": 3}).classes_per_client == 3
+    listed = resolve({"partition": "iid"})
+    assert resolve(listed.model_dump()) == listed

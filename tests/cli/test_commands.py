@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import pflsec
 from pflsec.config.train import TrainConfig
 from tests.cli.conftest import QUICK, TRAIN, Cli, tree
 
@@ -320,7 +321,7 @@ def test_a_run_is_shown_as_text_and_json(cli: Cli, runs: Path):
 
 
 def test_the_version_is_printed(cli: Cli):
-    assert cli.succeed("--version").out.startswith("pflsec ")
+    assert cli.succeed("--version").out == f"pflsec {pflsec.__version__}\n"
 
 
 def test_without_a_command_the_help_is_printed(cli: Cli):

@@ -269,7 +269,10 @@ def test_a_buffer_that_is_no_running_statistic_is_refused_by_name(value: Tensor)
 
 @pytest.mark.parametrize("layer", [nn.GroupNorm(2, 4), nn.LayerNorm([4, 2, 2])], ids=str)
 def test_norms_of_single_samples_are_allowed(layer: nn.Module):
-    assert Network(with_layer(layer), toys.SHAPE, 3).size() > 0
+    """They couple no rows: what is said of one image is the same whatever stands beside it."""
+    net = Network(with_layer(layer), toys.SHAPE, 3)
+    items, (x, _) = net.fresh(0), toys.batch(3)
+    assert torch.allclose(net.logits(items, x)[:1], net.logits(items, x[:1]), atol=1e-6)
 
 
 class Tied(nn.Module):

@@ -59,7 +59,8 @@ def test_both_columns_say_which_moment_they_are_of():
 
 def test_without_local_work_both_columns_agree():
     for turn in toys.play("fedavg", local_epochs=0):
-        assert all(row["accuracy_post_agg"] == row["accuracy_post_local"] for row in turn.rows)
+        assert [row["accuracy_post_local"] for row in turn.rows] == [row["accuracy_post_agg"] for row in turn.rows]
+        assert turn.ups.keys() == {row["client"] for row in turn.rows if row["accuracy_post_local"] is not None}
 
 
 @pytest.mark.parametrize("key", ["fedavg", "fedrep", "fedproto"])

@@ -18,14 +18,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pflsec.core.config import Config, above, at_least, option
+from pflsec.core.config import Config, above, at_least
 from pflsec.core.defense import InputDefense, Mixture
 
 
 class MixupConfig(Config):
     images: int = at_least(1, default=2, about="images of the client in one mixed image; 1: none is mixed")
     alpha: float = above(
-        0, default=1.0, about="their weights follow Dirichlet(alpha, ..., alpha), of two Beta(alpha, alpha); large: near equal"
+        0,
+        default=1.0,
+        about="their weights follow Dirichlet(alpha, ..., alpha), of two Beta(alpha, alpha); large: near equal",
     )
 
 

@@ -96,7 +96,9 @@ def _check_together(made: list[Defense[Any]]) -> None:
     if ordered != made:
         right = " ".join(f"--defense {d.key}" for d in ordered)
         first = f", {fed[0]} before all others" if fed else ""
-        raise ConfigError(f"defenses act in the order of their seams ({', '.join(SEAMS)}){first}; write them so: {right}.")
+        raise ConfigError(
+            f"defenses act in the order of their seams ({', '.join(SEAMS)}){first}; write them so: {right}."
+        )
 
 
 def shaping(defenses: Sequence[Defense[Any]], net: Net) -> ShapingDefense[Any] | None:

@@ -46,7 +46,7 @@ def estimate(setup: Setup) -> Cost:
     with one_thread():
         for _ in range(2):
             ctx = LocalWork(setup.net, x[part], y[part], config.lr, epochs, config.batch_size, config.seed, 0, client)
-            ctx.shaping, ctx.feed = setup.shaping, feed(setup, 0, client, (ctx.x, ctx.y))
+            ctx.shaping, ctx.feed = setup.shaping, feed(setup, 0, client, train=(ctx.x, ctx.y))
             began = time.perf_counter()
             up = algorithm.local(ctx, state, down).up
             seconds = min(seconds, time.perf_counter() - began)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pflsec.core.algorithm import Done
-from pflsec.core.defense import InputDefense, Mixture
+from pflsec.core.defense import Mixture
 from pflsec.core.items import Items
 from pflsec.core.streams import numpy_stream
 from pflsec.runtime.setup import Setup
@@ -23,26 +23,47 @@ def feed(
     setup: Setup,
     t: int,
     client: int,
-    train: tuple[Tensor, Tensor],
     *key: int | str,
+    train: tuple[Tensor, Tensor] | None = None,
     places: Sequence[int] | np.ndarray | None = None,
     log: Log | None = None,
 ) -> Feed | None:
     """Return what feeds a client's local work in round t, or None where it trains on its rows as they are.
 
-    train   the client's training rows
     key     tells the draws of this work from those of others in that round
+    train   the client's training rows, where they are at hand
     places  which of the rows the work is on; None: all
     log     gets what each step was given
     """
     if (defense := setup.mixing) is None:
         return None
-    x, y = train
+    x, y = setup.federation.train(client) if train is None else train
     every = torch.arange(len(y))
     rows = every if places is None else torch.as_tensor(places)
     shares = F.one_hot(y, setup.federation.input.classes).to(x.dtype)
     rng = numpy_stream(setup.config.seed, "defense", defense.key, t, client, *key)
     return Feed(defense, x, shares, rows, every, rng, log)
+
+
+def stored(log: Log, train: Tensor, rows: np.ndarray) -> Items:
+    """Return what the vault keeps of what each step was given (see pflsec.core.vault).
+
+    train  the client's training rows as the network sees them      rows  their dataset rows, int64
+    """
+    widest = max(made.parts.shape[1] for _, made in log)
+    own = [torch.cat([m.parts, m.parts[:, :1].expand(-1, widest - m.parts.shape[1])], 1) for _, m in log]
+    parts, index = torch.cat(own), torch.as_tensor(rows)
+    sizes = torch.tensor([len(made.x) for _, made in log])
+    return {
+        "x": torch.cat([made.x for _, made in log]),
+        "y": torch.cat([made.y for _, made in log]),
+        "step": torch.repeat_interleave(torch.arange(len(log)), sizes),
+        "main": torch.repeat_interleave(torch.tensor([phase == "main" for phase, _ in log]), sizes),
+        "parts": index[parts],
+        "weights": torch.cat([F.pad(made.weights, (0, widest - made.weights.shape[1])) for _, made in log]),
+        "images": train[parts.unique()],
+        "dataset_index": index[parts.unique()],
+    }
 
 
 def why_not(setup: Setup) -> str | None:

@@ -22,7 +22,7 @@ COLUMNS = (
     "capture", "position", "dataset_index", "step", "weight", "psnr_mixed", "psnr_mixed_blind",
     "part", "part_weight", "psnr_part", "psnr_part_blind",
 )  # fmt: skip
-UNKNOWN = "what was trained on is not in the vault"
+UNKNOWN = "what was trained on, mixed images, is not in the vault"
 ONE_MIXTURE = 1e-3
 """Largest relative distance, at the truth, between what the replay of one mixed batch and the captured uplink say."""
 
@@ -119,10 +119,12 @@ def rows(capture: str, victims: Sequence[int], scores: Mapping[int, MixedScore])
 
 
 def sentence(found: Sequence[Mapping[str, Any]], residual: float | None) -> str:
-    """Return what a row of scores.csv says of its mixed images; `found` are its rows of mixed.csv.
+    """Return what a row of scores.csv says of its mixed images, "" without any; `found` are its rows of mixed.csv.
 
     residual  how far the replay of the first step's mixed batch is from what was sent, where measured
     """
+    if not found:
+        return ""
     mixed, blind, part, part_blind = (
         fmean(row[name] for row in found) for name in ("psnr_mixed", "psnr_mixed_blind", "psnr_part", "psnr_part_blind")
     )

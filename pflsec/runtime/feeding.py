@@ -100,8 +100,8 @@ def _unlike(up: Items, other: Items) -> str | None:
 class Still(LocalWork):
     """Local work in which nothing is learnt: gradients are zero, and running statistics stay as they are."""
 
-    def _step_gradient(self, *args: Any) -> list[Tensor]:
-        found = super()._step_gradient(*args)
+    def _step_gradient(self, *args: Any, **more: Any) -> list[Tensor]:
+        found = super()._step_gradient(*args, **more)
         self._statistics = {}
         return found
 

@@ -364,10 +364,8 @@ class AttackSession:
             row["status"] = "nonfinite" if part.nonfinite else row["status"]
             valid, why = self._validity(tried, truth)
             row |= {"dataset_index": " ".join(map(str, truth.dataset_index.tolist())), "attack_valid": valid}
-            seen = mixed.rows(capture, truth.dataset_index.tolist(), found) if found else []
-            said = mixed.sentence(seen, truth.mixed_residual) if seen else ""
-            if self.mixing is not None and found is None:
-                said = f"{self.mixing.key}: {mixed.UNKNOWN}"
+            seen = mixed.rows(capture, truth.dataset_index.tolist(), found or {})
+            said = mixed.UNKNOWN if found is None else mixed.sentence(seen, truth.mixed_residual)
             yield Finding(
                 capture,
                 row | {"reason": self._reason(tried, why, no_image, said)},

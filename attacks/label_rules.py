@@ -103,6 +103,11 @@ def whole(parts: Tensor, count: int, least: Tensor) -> Tensor:
     return least + found.long()
 
 
+def hard(y: Tensor) -> Tensor:
+    """Return labels int64 [B] of labels [B], or of probabilities or logits [B, classes]."""
+    return y.argmax(1) if y.is_floating_point() else y
+
+
 def listed(counts: Tensor) -> Tensor:
     """Return labels int64 [B], sorted, of which there are so many of each class."""
     return torch.repeat_interleave(torch.arange(len(counts)), counts)

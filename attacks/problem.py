@@ -78,7 +78,7 @@ class Problem:
         self.secret: set[str] = set()
         self.state, self.hidden = self._private(hidden)
         self.free_state = self.hidden == "joint"
-        if labels == "restore" and self.y is None and self.hidden != COTANGENT:
+        if labels == "restore" and self.y is None and self.hidden != COTANGENT and not cap.soft_labels:
             self._count_labels()
         self.target = cap.target
         if self.hidden == COTANGENT:
@@ -107,7 +107,8 @@ class Problem:
 
     def found_labels(self, free: Mapping[str, Tensor]) -> Tensor | None:
         """Return the labels of a solution, int64 [B], or None where they are neither known nor sought."""
-        return free["labels"].argmax(1) if self.y is None and "labels" in free else self.y
+        y = free["labels"] if self.y is None and "labels" in free else self.y
+        return None if y is None else label_rules.hard(y)
 
     def joint_from_here(self) -> "Problem":
         """Return the same problem with its private items freed, starting where they are."""
@@ -129,7 +130,10 @@ class Problem:
         if policy == "known":
             if self.cap.labels is None:
                 raise NotApplicable("the labels are not granted to this adversary")
-            return self.cap.labels, "known"
+            y = self.cap.labels
+            return (y.to(self.dtype) if y.is_floating_point() else y), "known"
+        if self.cap.soft_labels:
+            return None, "optimise"
         found, how = label_rules.from_wire(self.cap, self.rng)
         if found is not None:
             return found, how

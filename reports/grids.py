@@ -153,6 +153,24 @@ def words(rows: Sequence[Row]) -> Grid:
     return _grid(rows, about, {"texts": _as("texts", _whole)} | {h: _as(n, percent) for h, n in shares.items()})
 
 
+def mixed(rows: Sequence[Row]) -> Grid:
+    """Return the table of mixed images as text."""
+    about = {
+        "run": _as("run"),
+        "attack": _attack,
+        "attacker": lambda row: f"{row['adversary']}, {row['knowledge']}",
+    }
+    decibels = {
+        "mixed image": "psnr_mixed",
+        "blind guess of it": "psnr_mixed_blind",
+        "best part": "psnr_part",
+        "blind guess of one": "psnr_part_blind",
+    }
+    share = {f"mixed ≥ {tables.SUCCESS:.0f} dB": _as("success", percent)}
+    numbers = {"images": _as("images", _whole)} | {head: _as(name, number) for head, name in decibels.items()} | share
+    return _grid(rows, about, numbers, {"controls": _as("controls")})
+
+
 def membership(rows: Sequence[Row]) -> Grid:
     """Return the membership table's rows as text."""
 

@@ -78,6 +78,19 @@ TOKENS: dict[str, Kind] = {
     "label_true": "integer",
     "label_found": "integer",
 }
+MIXED: dict[str, Kind] = {
+    "capture": "text",
+    "position": "integer",
+    "dataset_index": "integer",
+    "step": "integer",
+    "weight": "number",
+    "psnr_mixed": "number",
+    "psnr_mixed_blind": "number",
+    "part": "integer",
+    "part_weight": "number",
+    "psnr_part": "number",
+    "psnr_part_blind": "number",
+}
 CLIENTS: dict[str, Kind] = {
     "round": "integer",
     "client": "integer",
@@ -131,13 +144,14 @@ class CaptureId:
 @dataclass(frozen=True, eq=False)
 class AttackData:
     """One attack's folder: attack.json, scores.csv with a row for each victim batch, images.csv and tokens.csv with one for each
-    image or text."""
+    image or text, mixed.csv with one for each image in whose place a mixed one was trained on."""
 
     meta: Mapping[str, Any]
     scores: pd.DataFrame
     images: pd.DataFrame
     folder: Path
     tokens: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=list(TOKENS)))
+    mixed: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=list(MIXED)))
 
     @property
     def id(self) -> str:
@@ -269,11 +283,11 @@ def _attack(folder: Path) -> AttackData:
     meta = _document(file, f"attack '{folder.name}'", "Run the attack again")
     _need(meta, {"attack": str, "config": dict, "threat_model": dict, "captures": list, "state": str}, file)
     _need(meta["threat_model"], {"adversary": str, "knowledge": str}, file)
-    scores, images, tokens = (
+    scores, images, tokens, mixed = (
         _table(folder / f"{name}.csv", kinds)
-        for name, kinds in (("scores", SCORES), ("images", IMAGES), ("tokens", TOKENS))
+        for name, kinds in (("scores", SCORES), ("images", IMAGES), ("tokens", TOKENS), ("mixed", MIXED))
     )
-    return AttackData(meta, scores, images, folder, tokens)
+    return AttackData(meta, scores, images, folder, tokens, mixed)
 
 
 def _document(path: Path, what: str, remedy: str) -> dict[str, Any]:

@@ -22,7 +22,7 @@ WITHHELD = (
     "Pictures of the victims' images were left out on request (--no-originals): neither originals nor "
     "reconstructions, which show the same data, are part of this report."
 )
-OPTIONAL = ("leakage-by-round", "tokens", "privacy", "norms")
+OPTIONAL = ("leakage-by-round", "tokens", "mixed", "privacy", "norms")
 """Tables that are made only where there is something in them."""
 FEW_LINES = 6
 """Up to so many lines the figure of the norms is open."""
@@ -90,13 +90,14 @@ def _frontiers(runs: Sequence[RunData]) -> dict[str, frontier.Frontier]:
 
 
 def _tables(runs: Sequence[RunData], groups: Sequence[Group]) -> Made:
-    """Return all tables; those of texts and of privacy only where there is something in them."""
+    """Return all tables; those of texts, of mixed images and of privacy only where there is something in them."""
     found = {
         "headline": (tables.headline_table(groups), grids.headline),
         "accuracy": (tables.accuracy_table(runs), grids.accuracy),
         "leakage": (tables.leakage_table(runs), grids.leakage),
         "leakage-by-round": (tables.rounds_table(runs), grids.by_round),
         "tokens": (tables.tokens_table(runs), grids.words),
+        "mixed": (tables.mixed_table(runs), grids.mixed),
         "membership": (tables.membership_table(runs), grids.membership),
         "victims": (tables.victims_table(runs), grids.victims),
         "traffic": (tables.traffic_table(runs), grids.traffic),

@@ -12,7 +12,7 @@ from pflsec.reports import controls
 from pflsec.reports.commands import command
 from pflsec.reports.groups import by_seed
 from pflsec.reports.load import RunData
-from pflsec.reports.tables import CLAIM, SUCCESS, records, tokens_table
+from pflsec.reports.tables import CLAIM, SUCCESS, mixed_table, records, tokens_table
 from pflsec.reports.tables.headline import unseen
 
 Row = Mapping[str, Any]
@@ -161,12 +161,29 @@ def leakage_sentences(run: RunData, rows: Sequence[Row]) -> list[str]:
         sentences += _word_sentences(run)
     elif by_wire:
         sentences.append("No attack on what the wire shows gave an image.")
+    sentences += _mixed_sentences(run)
     if found := worst(granted):
         sentences.append(f"With {found['knowledge']} knowledge, which goes beyond the wire: " + _leak(found))
     most = max(row["victims"] for row in rows)
     if 0 < most < CLAIM:
         sentences.append(f"Fewer than {CLAIM} victims: this illustrates, and supports no claim.")
     return sentences
+
+
+def _mixed_sentences(run: RunData) -> list[str]:
+    """Return how well the mixed images were rebuilt that clients trained on, on what the wire shows; nothing without such."""
+    rows = [row for row in records(mixed_table([run])) if row["knowledge"] == "wire"]
+    rows = [row for row in rows if not controls.void(row["controls"])]
+    if not rows:
+        return []
+    most = max(rows, key=lambda row: row["psnr_mixed"])
+    naive = " (naive)" if most["naive"] else ""
+    return [
+        f"Clients trained on mixtures of their images: a low PSNR against a single one is no privacy. {most['attack']}{naive} "
+        f"rebuilt the {most['images']} mixed images at a median of {number(most['psnr_mixed'])} dB (blind guess "
+        f"{number(most['psnr_mixed_blind'])} dB); the part of each that shows best, after scale and shift, at "
+        f"{number(most['psnr_part'])} dB (blind guess {number(most['psnr_part_blind'])} dB)."
+    ]
 
 
 def _word_sentences(run: RunData) -> list[str]:
@@ -227,12 +244,23 @@ def cautions(runs: Sequence[RunData], leakage: pd.DataFrame) -> list[str]:
     }
     unequal = [name for name, values in facts.items() if len(values) > 1]
     said = [f"Not everything is equal here: {', '.join(unequal)}. Compare with care."] if unequal else []
-    return said + _sum_cautions(leakage)
+    return said + _mixed_cautions(runs) + _sum_cautions(leakage)
 
 
 def _by_run(leakage: pd.DataFrame, name: str) -> set[frozenset[str]]:
     """Return what the attacks on each run have in a column of the leakage table; equal runs are one."""
     return {frozenset(values) for _, values in leakage.groupby("run")[name]}
+
+
+def _mixed_cautions(runs: Sequence[RunData]) -> list[str]:
+    """Return that the PSNR of runs whose clients train on mixed images is not about what the network saw, if there are any."""
+    names = [run.name for run in runs if any(len(attack.mixed) for attack in run.attacks)]
+    if not names:
+        return []
+    return [
+        f"The clients of {', '.join(names)} train on mixtures of their images. Worst cases and frontier compare with single "
+        "images, and a low number there is no privacy: see Mixed images."
+    ]
 
 
 def _sum_cautions(leakage: pd.DataFrame) -> list[str]:

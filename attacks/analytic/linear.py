@@ -182,6 +182,6 @@ def _labels(cap: Capture, policy: Literal["restore", "known"]) -> tuple[Tensor |
     if policy == "known":
         if cap.labels is None:
             raise NotApplicable("the labels are not granted to this adversary")
-        return (cap.labels, "known") if cap.count == 1 else (None, "none")
+        return (label_rules.hard(cap.labels), "known") if cap.count == 1 else (None, "none")
     y = label_rules.of_one_image(cap)
     return y, "none" if y is None else "restore"

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,6 +11,9 @@ from pflsec.core.config import Config
 from pflsec.core.items import Items
 from pflsec.core.local import LossPerExample
 from pflsec.core.network import Net
+
+if TYPE_CHECKING:
+    import numpy
 
 C = TypeVar("C", bound=Config)
 D = TypeVar("D", bound="Defense[Any]")
@@ -212,6 +215,41 @@ class ShapingDefense(Defense[C]):
         sent  what the method's client sends if this defense stands in its training on such inputs
         """
         raise TypeError(f"{type(self).__name__} does not define why_not().")
+
+
+@dataclass(frozen=True, eq=False)
+class Mixture:
+    """What a step trains on in place of its batch of B rows.
+
+    x, y     inputs [B, ...] and probabilities [B, classes]
+    parts    int64 [B, k], the rows that each input is made of, its own first      weights  [B, k], their shares, of sum 1
+    """
+
+    x: Tensor
+    y: Tensor
+    parts: Tensor
+    weights: Tensor
+
+
+class InputDefense(Defense[C]):
+    """Base of defenses inside local training that give each step mixtures of the client's own rows in place of its batch, and
+    keep no account: nothing is guaranteed. Gradients then speak of mixtures alone; methods whose clients send anything else of
+    their inputs are found by playing, and refused (pflsec.runtime.privacy)."""
+
+    seam = "step"
+
+    @property
+    def idle(self) -> bool:
+        """Whether it changes nothing, bit for bit."""
+        raise TypeError(f"{type(self).__name__} does not define idle.")
+
+    def mixed(self, rows: Tensor, among: Tensor, x: Tensor, y: Tensor, rng: "numpy.random.Generator") -> Mixture:
+        """Return what a step trains on in place of its batch.
+
+        rows   int64 [B], the batch      among  int64 [m], sorted, the rows that may be mixed in: the batch's own too
+        x, y   what they are the rows of: inputs [n, ...] and probabilities [n, classes]
+        """
+        raise TypeError(f"{type(self).__name__} does not define mixed().")
 
 
 class StepDefense(Defense[C]):

@@ -16,7 +16,12 @@ class VaultWriter:
 
     <capture>.safetensors   x [B, C, H, W] as the network saw it (normalised), or tokens [B, T], y [B], dataset_index [B],
                             state.* (the client's private items before its local work)
-    <capture>.json          replay_residual: relative distance of the replayed from the captured uplink, at the truth
+    <capture>.json          replay_residual: relative distance of the replayed from the captured uplink, at the truth;
+                            mixed_residual: of the replay on the mixed batch of the first step, under a defense that mixes
+    <capture>.mixed.safetensors  under a defense that mixes images, what every step trained on: x [N, C, H, W] as the network saw
+                            it, y [N, classes] probabilities, step [N], main [N] bool (a step of the phase that is sent), parts
+                            [N, k] dataset rows of which x is mixed, its own first, weights [N, k]; and of all parts images
+                            [P, C, H, W] as the network sees them, dataset_index [P]
     pool.safetensors        images [P, C, H, W] in pixel space [0, 1], dataset_index [P], mean [C, H, W] (the mean image); of
                             texts images are tokens [P, T], mean the commonest ones [T]
     outsiders.safetensors   x [N, C, H, W] as the network saw it, y [N], dataset_index [N], client [N]: test rows of the captured
@@ -31,6 +36,10 @@ class VaultWriter:
         items = {"x": x, "y": y, "dataset_index": index} | prefixed("state", state)
         write_items(self.folder / f"{capture}.safetensors", items)
         write_json(self.folder / f"{capture}.json", facts)
+
+    def mixtures(self, capture: str, items: Items) -> None:
+        """Store what the steps behind a capture trained on in place of its victim batch."""
+        write_items(self.folder / f"{capture}.mixed.safetensors", items)
 
     def pool(self, images: Tensor, index: Tensor, mean: Tensor) -> None:
         """Store the identification pool and the federation's mean training image."""

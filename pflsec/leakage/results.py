@@ -9,7 +9,7 @@ from torch import Tensor
 from pflsec.core.errors import RunError
 from pflsec.core.files import read_json, to_csv, write_json, write_text
 from pflsec.core.tensors import write_items
-from pflsec.leakage import membership
+from pflsec.leakage import membership, mixed
 from pflsec.leakage.score import VictimScore
 
 SCHEMA = 1
@@ -73,19 +73,26 @@ def write(
     controls: Sequence[Mapping[str, Any]] = (),
     texts: Sequence[Mapping[str, Any]] = (),
     members: Sequence[Mapping[str, Any]] = (),
+    mixtures: Sequence[Mapping[str, Any]] = (),
 ) -> None:
     """Write an attack's results: attack.json, scores.csv, images.csv, controls.csv and reconstructions.safetensors;
-    tokens.csv of texts, and membership.csv where candidates were judged.
+    tokens.csv of texts, membership.csv where candidates were judged, and mixed.csv where clients trained on mixed images.
 
     pictures  {capture: [B, C, H, W] in pixel space, clamped, in the order of the truth; or tokens [B, any length]}
     texts     rows of tokens.csv, one for each text
     members   a row of membership.csv for each candidate; where there are any, attack.json says what the scores are worth
+    mixtures  rows of mixed.csv, one for each image in whose place a mixed one was trained on
     """
     if members:
         meta = {**meta, "membership": membership.summary(members)}
     write_items(folder / "reconstructions.safetensors", pictures)
     judged = [*membership.COLUMNS, *membership.statistics(members)]
-    for name, columns, table in (("membership.csv", judged, members), ("tokens.csv", TOKEN_COLUMNS, texts)):
+    optional = (
+        ("membership.csv", judged, members),
+        ("tokens.csv", TOKEN_COLUMNS, texts),
+        ("mixed.csv", mixed.COLUMNS, mixtures),
+    )
+    for name, columns, table in optional:
         if table:
             write_text(folder / name, to_csv(columns, table))
         else:  # an earlier result's would speak of other reconstructions

@@ -120,7 +120,7 @@ def score(
     raw = to_pixels(rec_x.detach().cpu().double())
     grey = torch.full_like(target[0], GREY)
     images = []
-    for i, j in enumerate(assign(target, _clean(raw)).tolist()):
+    for i, j in enumerate(assign(target, clean(raw)).tolist()):
         matched = j >= 0
         label = labels[j] if matched and labels is not None else None
         images.append(_image(case, i, raw[j] if matched else grey, matched, label))
@@ -177,7 +177,7 @@ def _check_reconstruction(x: Tensor, rec_x: Tensor, labels: list[int] | None) ->
         raise ValueError(f"the reconstruction has {len(rec_x)} images and {len(labels)} labels")
 
 
-def _clean(raw: Tensor) -> Tensor:
+def clean(raw: Tensor) -> Tensor:
     """Return [N, C, H, W] clamped to [0, 1]; an image that is not finite everywhere is grey throughout."""
     finite = torch.isfinite(raw).flatten(1).all(dim=1)
     return torch.where(finite[:, None, None, None], raw, GREY).clamp(0, 1)
@@ -197,7 +197,7 @@ def _image(case: _Case, i: int, raw: Tensor | None, matched: bool, label: int | 
     if raw is not None:
         # Grey that stands in for a failure may lie nearest to the victim by chance: no identification.
         attempt = matched and not picture["nonfinite"]
-        hit = float(attempt and identified(_clean(raw[None])[0], case.pool, index, target))
+        hit = float(attempt and identified(clean(raw[None])[0], case.pool, index, target))
     return ImageScore(
         position=i,
         dataset_index=index,
@@ -219,7 +219,7 @@ def _compare(target: Tensor, raw: Tensor | None, perceptual: Perceptual) -> dict
         absent = dict.fromkeys(("mse", "mse_unclipped", "psnr", "psnr_capped", "ssim", "lpips", "clip_frac"))
         flags = {"saturated": False, "nonfinite": False}
         return absent | flags | {"ssim_variant": NOTHING, "lpips_status": status}
-    pixels = _clean(raw[None])[0]
+    pixels = clean(raw[None])[0]
     nonfinite = not bool(torch.isfinite(raw).all())
     unclipped = math.inf if nonfinite else float((raw - target).square().mean())
     decibel = psnr(target, pixels)

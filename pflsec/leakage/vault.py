@@ -22,7 +22,8 @@ class Truth:
     """One victim batch: x [B, C, H, W] normalised as the network saw it, or tokens int64 [B, T]; y and dataset_index int64 [B].
 
     state holds the client's private items before its local work; replay_residual is the relative distance of
-    the replayed from the captured uplink, at the truth, or None when it was not measured.
+    the replayed from the captured uplink, at the truth, or None when it was not measured; mixed_residual that of
+    the replay on the mixed batch of the first step, under a defense that mixes images.
     """
 
     x: Tensor
@@ -30,6 +31,38 @@ class Truth:
     dataset_index: Tensor
     state: Items
     replay_residual: float | None
+    mixed_residual: float | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Mixtures:
+    """What the steps of a local work trained on in place of their batches, N images in all, under a defense that mixes images.
+
+    x, y            inputs [N, C, H, W] normalised as the network saw them, probabilities [N, classes]
+    step, main      int64 [N], the steps in their order; bool [N], whether of the phase that is sent
+    parts, weights  int64 [N, k], dataset rows that x is mixed of, its own first; their shares [N, k], which sum to 1
+    images, dataset_index  all parts, [P, C, H, W] normalised, int64 [P]
+    """
+
+    x: Tensor
+    y: Tensor
+    step: Tensor
+    main: Tensor
+    parts: Tensor
+    weights: Tensor
+    images: Tensor
+    dataset_index: Tensor
+
+    def labels(self, rows: Tensor) -> Tensor | None:
+        """Return the labels [B, classes] with which these dataset rows [B] were trained on: for each the mean over its steps, as
+        far as they are sent; None where no step trained on one of them."""
+        found = [self.of(int(row)) for row in rows]
+        return torch.stack([self.y[steps].mean(0) for steps in found]) if all(len(s) for s in found) else None
+
+    def of(self, row: int) -> Tensor:
+        """Return the places of what was trained on in place of a dataset row, int64: those that are sent, or all without any."""
+        own = self.parts[:, 0] == row
+        return (own & self.main if bool((own & self.main).any()) else own).nonzero().flatten()
 
 
 def joined(truths: Sequence[Truth]) -> Truth:
@@ -82,8 +115,9 @@ class Vault:
         y = _integers(items, "y", x.shape[0], path)
         index = _integers(items, "dataset_index", x.shape[0], path)
         facts = self.folder / f"{name}.json"
-        residual = _residual(read_json(facts, f"the replay check of capture {name}"), facts)
-        return Truth(x, y, index, without_prefix("state", items), residual)
+        checks = read_json(facts, f"the replay check of capture {name}")
+        residuals = (_residual(checks, key, facts) for key in ("replay_residual", "mixed_residual"))
+        return Truth(x, y, index, without_prefix("state", items), *residuals)
 
     def check(self, capture_id: str, spec: InputSpec, batch: int, private: Mapping[str, torch.Size]) -> Truth:
         """Return one capture's victim batch; RunError unless it is one of the run's.
@@ -103,6 +137,32 @@ class Vault:
         if bad := first_nonfinite(truth.state):
             raise _damaged(path, f"'state.{bad}' holds a NaN or an infinity")
         return truth
+
+    def mixtures(self, capture_id: str, spec: InputSpec) -> Mixtures | None:
+        """Return what the steps behind a capture trained on in place of its victim batch, or None where that was not stored.
+
+        spec  the network's inputs; RunError for others, and for a damaged file
+        """
+        path = self.folder / f"{safe_name(capture_id, 'the capture id')}.mixed.safetensors"
+        if not path.exists():
+            return None
+        items = read_items(path, f"what was mixed for capture {capture_id}")
+        x, images = (_floats(items, name, ("N", "C", "H", "W"), path) for name in ("x", "images"))
+        y, weights = _shares(items, "y", len(x), path), _shares(items, "weights", len(x), path)
+        parts, main = (_item(items, name, path) for name in ("parts", "main"))
+        index = _integers(items, "dataset_index", len(images), path)
+        found = Mixtures(x, y, _integers(items, "step", len(x), path), main, parts, weights, images, index)
+        if x.shape[1:] != spec.shape or images.shape[1:] != spec.shape or y.shape[1] != spec.classes:
+            raise _damaged(
+                path, f"it is of images {list(x.shape[1:])} of {y.shape[1]} classes, which the run's are not"
+            )
+        if parts.dtype != torch.int64 or parts.shape != weights.shape or not bool(torch.isin(parts, index).all()):
+            raise _damaged(
+                path, f"'parts' are {parts.dtype} {list(parts.shape)}, or name a row that is not among its images"
+            )
+        if main.dtype != torch.bool or main.shape != (len(x),):
+            raise _damaged(path, f"'main' is {main.dtype} {list(main.shape)}; it must be bool {[len(x)]}")
+        return found
 
     def pool(self) -> Pool:
         """Return the identification pool, clamped to [0, 1]; RunError if missing or damaged."""
@@ -175,6 +235,13 @@ def _integers(items: Items, name: str, length: int, path: Path) -> Tensor:
     return tensor
 
 
+def _shares(items: Items, name: str, length: int, path: Path) -> Tensor:
+    tensor = _floats(items, name, ("N", "k"), path)
+    if len(tensor) != length or float(tensor.min()) < 0 or float((tensor.sum(1) - 1).abs().max()) > RANGE_SLACK:
+        raise _damaged(path, f"'{name}' is {list(tensor.shape)}; it must be {length} rows of shares, which sum to 1")
+    return tensor
+
+
 def _pixels(tensor: Tensor, name: str, path: Path) -> Tensor:
     low, high = float(tensor.min()), float(tensor.max())
     if low < -RANGE_SLACK or high > 1 + RANGE_SLACK:
@@ -182,11 +249,11 @@ def _pixels(tensor: Tensor, name: str, path: Path) -> Tensor:
     return tensor.clamp(0, 1)
 
 
-def _residual(facts: Any, path: Path) -> float | None:
+def _residual(facts: Any, name: str, path: Path) -> float | None:
     if isinstance(facts, dict):
-        value = facts.get("replay_residual")
+        value = facts.get(name)
         if value is None:
             return None
         if isinstance(value, int | float) and not isinstance(value, bool) and not value < 0:
             return float(value)
-    raise _damaged(path, "replay_residual must be a number or null in a JSON object")
+    raise _damaged(path, f"{name} must be a number or null in a JSON object")

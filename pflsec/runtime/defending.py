@@ -10,6 +10,7 @@ from pflsec.core.contract import Contract, kind_of
 from pflsec.core.defense import (
     AggregateDefense,
     Defense,
+    InputDefense,
     ReleaseDefense,
     ShapingDefense,
     StepDefense,
@@ -75,22 +76,41 @@ def _check_together(made: list[Defense[Any]]) -> None:
             f"--defense {shaped[0]} cannot be combined with --defense {private.key}: what it changes in a gradient follows the "
             "raw batch, which the account knows nothing of. Drop one of them."
         )
+    fed = [d.key for d in made if isinstance(d, InputDefense)]
+    if len(fed) > 1:
+        raise ConfigError(
+            f"--defense {fed[0]} and --defense {fed[1]} would both change what every step trains on; choose one of them."
+        )
+    if fed and private is not None:
+        raise ConfigError(
+            f"--defense {fed[0]} cannot be combined with --defense {private.key}: a record that is mixed into others has a share "
+            "in several gradients, so that clipping each of them bounds no record. Drop one of them."
+        )
     for one in made:
         if both := next((key for key in one.excludes if key in keys), None):
             raise ConfigError(
                 f"--defense {one.key} cannot be combined with --defense {both}: its account knows nothing of that noise. Drop "
                 "one of them."
             )
-    ordered = sorted(made, key=lambda d: SEAMS.index(d.seam))
+    ordered = sorted(made, key=lambda d: (SEAMS.index(d.seam), not isinstance(d, InputDefense)))
     if ordered != made:
         right = " ".join(f"--defense {d.key}" for d in ordered)
-        raise ConfigError(f"defenses act in the order of their seams ({', '.join(SEAMS)}); write them so: {right}.")
+        first = f", {fed[0]} before all others" if fed else ""
+        raise ConfigError(
+            f"defenses act in the order of their seams ({', '.join(SEAMS)}){first}; write them so: {right}."
+        )
 
 
 def shaping(defenses: Sequence[Defense[Any]], net: Net) -> ShapingDefense[Any] | None:
     """Return what changes every gradient of the clients' local work on a network, or None."""
     found = of_kind(defenses, ShapingDefense)
     return None if found is None else found.at(net)
+
+
+def mixing(defenses: Sequence[Defense[Any]]) -> InputDefense[Any] | None:
+    """Return what gives every step of the clients' local work other inputs than its rows, or None."""
+    found = of_kind(defenses, InputDefense)
+    return None if found is None or found.idle else found
 
 
 def without_hidden_captures(config: TrainConfig, defenses: tuple[Defense[Any], ...]) -> TrainConfig:

@@ -16,6 +16,7 @@ from pflsec.core.algorithm import Done
 from pflsec.core.defense import Guard, Spend
 from pflsec.core.errors import PflsecError, PflsecWarning, TrainingError
 from pflsec.core.items import Items, first_nonfinite
+from pflsec.runtime.feeding import Log, feed
 from pflsec.runtime.setup import Setup
 from pflsec.training.local import LocalWork, for_method
 
@@ -151,11 +152,18 @@ def naming(setup: Setup, where: str, what: str = "local") -> Iterator[None]:
         ) from error
 
 
+def defended(setup: Setup, job: Job, log: Log | None = None) -> LocalWork:
+    """Return the context of a job under the run's defenses inside training. `log` gets what an input defense gives each step."""
+    ctx = context(setup, job.round, job.client, job.guard)
+    ctx.shaping = setup.shaping
+    ctx.feed = feed(setup, job.round, job.client, train=(ctx.x, ctx.y), log=log)
+    return ctx
+
+
 def work(setup: Setup, job: Job) -> Outcome:
     """Do one client's local work. Errors name round, client and item."""
     began = time.perf_counter()
-    ctx = context(setup, job.round, job.client, job.guard)
-    ctx.shaping = setup.shaping
+    ctx = defended(setup, job)
     where = f"round {job.round}, client {job.client}"
     with naming(setup, where):
         done = setup.algorithm.local(for_method(ctx), job.state, job.down)

@@ -17,7 +17,7 @@ from pflsec.core.items import Items
 from pflsec.core.network import Net
 from pflsec.core.streams import seed_of, stream
 from pflsec.runtime import cohort as cohorts
-from pflsec.runtime import sums
+from pflsec.runtime import feeding, sums
 from pflsec.runtime.setup import Setup
 from pflsec.training.local import LocalWork, for_method
 
@@ -57,6 +57,11 @@ def check(setup: Setup) -> None:
         raise PrivacyError(
             f"{setup.config.algo} cannot be trained under {shaping.key} ({reason}). Choose another method, other "
             f"settings, or no {shaping.key}."
+        )
+    if (mixing := setup.mixing) is not None and (reason := feeding.why_not(setup)):
+        raise PrivacyError(
+            f"{setup.config.algo} cannot be trained under {mixing.key} ({reason}). Choose another method, other settings, "
+            f"or no {mixing.key}."
         )
 
 

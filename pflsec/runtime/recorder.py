@@ -21,7 +21,8 @@ from pflsec.core.streams import numpy_stream
 from pflsec.core.vault import VaultWriter
 from pflsec.runtime import sight
 from pflsec.runtime.checkpoint import State
-from pflsec.runtime.executor import learning_rate, naming
+from pflsec.runtime.executor import Job, defended, learning_rate, naming
+from pflsec.runtime.feeding import Log, feed, stored
 from pflsec.runtime.privacy import Ledger
 from pflsec.runtime.replay import local_work, residual
 from pflsec.runtime.setup import Setup
@@ -127,7 +128,16 @@ class Recorder:
             seen = self._check(record, x, y, before.states[client], undefended) if replayed else None
             shown = mean or self._forwarded(before, client, downs[client], ups[client], server)
             record = replace(record, up=ups[client], facts={"cohort": sorted(ups)})
-            self._write(_with_sight(record, shown), rows, before.states[client], seen)
+            log = self._fed(Job(before.t, client, before.states[client], downs[client])) if replayed else []
+            self._write(_with_sight(record, shown), rows, before.states[client], seen, log)
+
+    def _fed(self, job: Job) -> Log:
+        """Return what an input defense gave each step of a client's work, which is done once more; nothing without one."""
+        log: Log = []
+        if self.setup.mixing is not None:
+            ctx = defended(self.setup, job, log)
+            self.setup.algorithm.local(for_method(ctx), job.state, job.down)
+        return log
 
     @cached_property
     def _forwards(self) -> bool:
@@ -188,7 +198,9 @@ class Recorder:
         setup, state, (x, y) = self.setup, now.states[record.client], self._batch(rows)
         distance = self._check(record, x, y, state)
         ctx = local_work(setup.net, record, x, y, setup.config.seed, Training)
-        ctx.shaping = setup.shaping
+        ctx.shaping, log = setup.shaping, Log()
+        places = np.searchsorted(setup.federation.shards[record.client].train, rows)
+        ctx.feed = feed(setup, record.round, record.client, "probe", record.victim, places=places, log=log)
         if ledger is not None:
             key = "probe", record.round, record.victim
             ctx.guard = ledger.guard(record.client, *key, samples=len(rows), batch_size=len(rows))
@@ -203,7 +215,7 @@ class Recorder:
             shown = sight.unseen(
                 "a probe has no cohort whose mean another client could see; capture real uploads (--kind update)"
             )
-        self._write(_with_sight(replace(record, up=up), shown), rows, state, distance)
+        self._write(_with_sight(replace(record, up=up), shown), rows, state, distance, log, sent)
 
     def _check(self, record: Record, x: Tensor, y: Tensor, state: Items, sent: Items | None = None) -> float:
         """Return how far the replay of the truth is from what was sent, relative.
@@ -224,11 +236,37 @@ class Recorder:
             )
         return distance
 
-    def _write(self, record: Record, rows: np.ndarray, state: Items, distance: float | None) -> None:
+    def _write(
+        self,
+        record: Record,
+        rows: np.ndarray,
+        state: Items,
+        distance: float | None,
+        log: Log,
+        sent: Items | None = None,
+    ) -> None:
+        """Write a capture and the truth about it.
+
+        log, sent  what its steps were given by an input defense, and what local work sent of that, before other defenses
+        """
         x, y = self._batch(rows)
         facts: dict[str, Any] = {"replay_residual": distance, "dataset_index": [int(r) for r in rows]}
         self.store.write(record)
+        if log:
+            train = self.setup.federation.shards[record.client].train
+            self.vault.mixtures(record.id, stored(log, self._batch(train)[0], train))
+            facts["mixed_residual"] = None if sent is None else self._check_mixed(record, log, state, sent)
         self.vault.victim(record.id, x, y, torch.as_tensor(rows), state, facts)
+
+    def _check_mixed(self, record: Record, log: Log, state: Items, sent: Items) -> float | None:
+        """Return how far the replay on the mixed batch of the first step is from what was sent, relative; None where that step
+        took a part of the batch, or another defense changed its gradient."""
+        first = next((made for phase, made in log if phase == "main"), None)
+        if first is None or len(first.x) != record.batch or self.setup.shaping is not None:
+            return None
+        setup = self.setup
+        found = residual(setup.algorithm, setup.net, record, first.x, first.y, state, sent, setup.config.seed)
+        return found if np.isfinite(found) else None
 
     def _batch(self, rows: np.ndarray) -> tuple[Tensor, Tensor]:
         federation = self.setup.federation

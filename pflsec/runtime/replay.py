@@ -16,6 +16,7 @@ from pflsec.core.defense import Defense, ReleaseDefense, ShapingDefense, StepDef
 from pflsec.core.errors import ConfigError, Inconclusive, NotApplicable
 from pflsec.core.items import Items, arithmetic, cast, detached, floating, norm, select, subtract
 from pflsec.models.network import Network
+from pflsec.runtime.defending import mixing
 from pflsec.training.local import Driver, LocalWork, Unrolled
 from pflsec.wire.capture import MOST_STEPS, Capture, Record
 
@@ -206,6 +207,7 @@ def capture(
         pullback_fn=replay.pullback,
         counts=counts,
         candidates=candidates,
+        soft_labels=mixing(defenses) is not None,
     )
     if chance := _by_chance(replay, whole):
         whole = replace(whole.comparing(whole.target.keys() - chance), by_chance=tuple(sorted(chance)))

@@ -9,7 +9,7 @@ from pflsec.core import registry
 from pflsec.core.algorithm import Algorithm
 from pflsec.core.buffers import LocalBuffers
 from pflsec.core.config import build as build_config
-from pflsec.core.defense import Defense, ShapingDefense
+from pflsec.core.defense import Defense, InputDefense, ShapingDefense
 from pflsec.core.errors import ConfigError, UnfitError
 from pflsec.core.inputs import InputSpec
 from pflsec.core.items import Items
@@ -18,7 +18,7 @@ from pflsec.data.federation import Federation
 from pflsec.data.federation import build as build_federation
 from pflsec.models import catalogue
 from pflsec.models.network import Network
-from pflsec.runtime.defending import make_defenses, shaping, without_hidden_captures
+from pflsec.runtime.defending import make_defenses, mixing, shaping, without_hidden_captures
 from pflsec.wire.channel import Channel
 
 
@@ -39,6 +39,11 @@ class Setup:
     def shaping(self) -> ShapingDefense[Any] | None:
         """What changes every gradient of the clients' local work, or None."""
         return shaping(self.defenses, self.net)
+
+    @property
+    def mixing(self) -> InputDefense[Any] | None:
+        """What gives every step of the clients' local work other inputs than its rows, or None."""
+        return mixing(self.defenses)
 
     @property
     def server_fresh(self) -> Items:

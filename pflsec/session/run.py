@@ -20,15 +20,16 @@ from pflsec.core.files import plain, read_json, to_json
 from pflsec.core.inputs import InputSpec
 from pflsec.core.knowledge import POWERS, Knows
 from pflsec.core.streams import stream
-from pflsec.leakage import membership, results, texts
+from pflsec.leakage import membership, mixed, results, texts
 from pflsec.leakage.controls import verdict
 from pflsec.leakage.matching import assign
 from pflsec.leakage.perceptual import Perceptual
 from pflsec.leakage.score import VictimScore, check_pool, parts, score
-from pflsec.leakage.vault import Outsiders, Pool, Truth, Vault, joined
+from pflsec.leakage.vault import Mixtures, Outsiders, Pool, Truth, Vault, joined
 from pflsec.runtime import attacking, cluster, manifest
 from pflsec.runtime.active import Client
 from pflsec.runtime.controls import Control
+from pflsec.runtime.defending import mixing, parse_defense
 from pflsec.runtime.folder import RunFolder, attack_folder, secure
 from pflsec.runtime.views import groups
 from pflsec.wire.store import CaptureStore
@@ -70,6 +71,7 @@ class Finding:
     images: list[Row] = field(default_factory=list)
     tokens: list[Row] = field(default_factory=list)
     members: list[Row] = field(default_factory=list)
+    mixtures: list[Row] = field(default_factory=list)
     picture: Tensor | None = None
 
 
@@ -94,6 +96,13 @@ class Scores:
         return next(a.tokens for a in read(self.path.parents[1]).attacks if a.id == self.path.name)
 
     @property
+    def mixed(self) -> "pandas.DataFrame":
+        """A row per victim image, with the columns of mixed.csv; no rows where clients do not train on mixed images."""
+        from pflsec.reports.load import load_run as read
+
+        return next(a.mixed for a in read(self.path.parents[1]).attacks if a.id == self.path.name)
+
+    @property
     def membership(self) -> dict[str, dict[str, Any]]:
         """What each statistic of a membership attack is worth (see pflsec.leakage.membership.summary); {} for other attacks."""
         return read_json(self.path / "attack.json", "the attack").get("membership", {})
@@ -109,6 +118,7 @@ class AttackSession:
         self.train, self.spec = attacking.training_config(folder)
         self.card = registry.card("algorithms", self.train.algo)
         self.naive = self.config.naive and bool(self.train.defense)
+        self.mixing = mixing([parse_defense(text) for text in self.train.defense])
         self.epsilon = folder.last_metrics().get("epsilon")
         self.captures = attacking.selected(folder, config)
         weights = Path(config.lpips_weights) if config.lpips_weights else None
@@ -121,6 +131,7 @@ class AttackSession:
         if self.pool is not None:
             for name, header in self.headers.items():
                 check_pool(self.pool, self.vault.check(name, self.spec, header["batch"], private))
+                self._mixtures(name)
         self.groups = groups(config.threat, self.headers)
         self._drawn: dict[str, membership.Candidates | None] = {}
 
@@ -200,12 +211,13 @@ class AttackSession:
     def _write(self, path: Path, meta: Row, found: Sequence[Finding], controls: Sequence[Row]) -> None:
         secure(path)
         told = {one.capture: {k: getattr(one.result, k, None) for k in ("failures", "trace")} for one in found}
-        images, tokens, members = (
-            list(chain.from_iterable(getattr(one, table) for one in found)) for table in ("images", "tokens", "members")
+        images, tokens, members, mixtures = (
+            list(chain.from_iterable(getattr(one, table) for one in found))
+            for table in ("images", "tokens", "members", "mixtures")
         )
         pictures = {one.capture: one.picture for one in found if one.picture is not None}
         rows = [one.row for one in found]
-        results.write(path, meta | {"victims": told}, rows, images, pictures, controls, tokens, members)
+        results.write(path, meta | {"victims": told}, rows, images, pictures, controls, tokens, members, mixtures)
 
     def _tried(self, name: str, refused: str) -> Iterable[attacking.Attempt]:
         if refused:
@@ -225,16 +237,40 @@ class AttackSession:
             return target
         truth = self.vault.truth(capture)
         valid, why = results.validity(truth.replay_residual)
+        own, gone = self._own(capture, truth) if acts(name) else (None, "")
         put = self._candidates(name, capture)
         return replace(
             target,
             candidates=(put.x, put.y) if put else None,
-            labels=truth.y if Knows.LABELS in knows else None,
+            labels=self._labels(capture, truth) if Knows.LABELS in knows else None,
             state=truth.state if Knows.PRIVATE in knows else None,
             counts=torch.bincount(truth.y, minlength=self.spec.classes) if Knows.LABEL_HIST in knows else None,
-            own=Client(truth.x, truth.y, truth.state) if acts(name) else None,
-            doubt=why if valid is False else "",
+            own=own,
+            doubt=why if valid is False else gone,
         )
+
+    def _mixtures(self, capture: str) -> Mixtures | None:
+        """Return what a capture's steps trained on in place of its batch, or None where they did not, or it was not stored."""
+        return self.vault.mixtures(capture, self.spec) if self.mixing is not None else None
+
+    def _labels(self, capture: str, truth: Truth) -> Tensor | None:
+        """Return the labels that are granted: those that were trained with, unless the attacker knows of no mixing."""
+        if self.mixing is None or self.naive:
+            return truth.y
+        found = self._mixtures(capture)
+        return None if found is None else found.labels(truth.dataset_index)
+
+    def _own(self, capture: str, truth: Truth) -> tuple[Client, str]:
+        """Return with what a client's work is done again on another downlink, and why that would be no such work, if so."""
+        if self.mixing is None:
+            return Client(truth.x, truth.y, truth.state), ""
+        found = self._mixtures(capture)
+        places = [] if found is None else [found.of(row) for row in truth.dataset_index.tolist()]
+        if found is None or self.headers[capture]["steps"] > 1 or not all(len(some) for some in places):
+            why = f"the exchange cannot be done again under {self.mixing.key}: its steps mix anew, or were not stored"
+            return Client(truth.x, truth.y, truth.state), why
+        first = torch.stack([some[0] for some in places])
+        return Client(found.x[first], found.y[first], truth.state), ""
 
     def _candidates(self, name: str, capture: str) -> membership.Candidates | None:
         """Return what an attack that judges candidates is asked about: the same for every call; None for other attacks.
@@ -276,6 +312,7 @@ class AttackSession:
         positive = replace(
             target,
             config=whole,
+            labels=None if target.labels is None else truth.y,
             state=None if target.state is None else {},
             control=Control("positive", truth.x, truth.y),
         )
@@ -320,19 +357,23 @@ class AttackSession:
         scored, words = self._score(result, joined(truths))
         whole, at = self._picture(result, joined(truths)), 0
         no_image = "" if result is None or self.spec.vocabulary is None else NO_IMAGE
+        found = self._mixed(result, captures)
         for capture, truth, part in zip(captures, truths, parts(scored, [len(t.x) for t in truths]), strict=True):
             own, at = slice(at, at + len(truth.x)), at + len(truth.x)
             row = self._row(name, capture, tried) | {k: v for k, v in part.row().items() if k in results.COLUMNS}
             row["status"] = "nonfinite" if part.nonfinite else row["status"]
             valid, why = self._validity(tried, truth)
             row |= {"dataset_index": " ".join(map(str, truth.dataset_index.tolist())), "attack_valid": valid}
+            seen = mixed.rows(capture, truth.dataset_index.tolist(), found or {})
+            said = mixed.UNKNOWN if found is None else mixed.sentence(seen, truth.mixed_residual)
             yield Finding(
                 capture,
-                row | {"reason": self._reason(tried, why, no_image)},
+                row | {"reason": self._reason(tried, why, no_image, said)},
                 result,
                 images=results.image_rows(capture, part),
                 tokens=[one.row() | {"capture": capture} for one in words[own]],
                 members=self._member_rows(name, capture, result.membership if result else None),
+                mixtures=seen,
                 picture=None if whole is None else whole[own],
             )
 
@@ -370,6 +411,15 @@ class AttackSession:
         if self.spec.vocabulary is not None:
             return texts.score(truth, x, y, self.pool)
         return score(truth, x, y, self.spec.pixels, self.pool, self.perceptual), []
+
+    def _mixed(self, result: Reconstruction | None, captures: Sequence[str]) -> Mapping[int, mixed.MixedScore] | None:
+        """Return what was found of mixed images, by the dataset row that each stands for; {} where there is nothing to compare,
+        None where it is not known what was trained on."""
+        assert self.pool is not None
+        if self.mixing is None or result is None or result.x is None:
+            return {}
+        found = mixed.joined([self._mixtures(capture) for capture in captures])
+        return None if found is None else mixed.score(found, result.x, self.spec.pixels, self.pool)
 
     def _picture(self, result: Reconstruction | None, truth: Truth | None) -> Tensor | None:
         if result is None or result.x is None:

@@ -20,6 +20,7 @@ from pflsec.core.local import Local, LossPerExample, Penalty, Projection, RowOf,
 from pflsec.core.network import Net, buffer_in
 from pflsec.core.prototypes import clipped
 from pflsec.core.streams import stream
+from pflsec.training.feed import Feed
 
 TINY = 1e-30
 FEATURE_BATCH = 100  # activations of about this many samples stay in a CPU's cache
@@ -102,6 +103,8 @@ class LocalWork:
     guard: Guard | None = None
     shaping: ShapingDefense[Any] | None = None
     """What changes the gradient of every step, without an account."""
+    feed: Feed | None = None
+    """What gives each step other inputs than the rows of its batch, without an account."""
     longest: float | None = None
     """Norm to which each example's gradient is clipped, in the replay of work that a guard did so; None: not at all."""
     row_bound: float | None = None
@@ -136,7 +139,7 @@ class LocalWork:
         held = self._begin(params)
         rate = self.lr if lr is None else lr
         draws = self.rng(f"penalty.{phase}")
-        if features_of is not None and self.shaping is not None:
+        if features_of is not None and (self.shaping is not None or self.feed is not None):
             on, features_of = self._after(features_of, on), None
         inputs = self.x if features_of is None else self._features(features_of)
         log: list[Tensor] | None = self.losses if phase == "main" else [] if until else None
@@ -193,16 +196,19 @@ class LocalWork:
 
     def gradient(self, params: Mapping[str, Tensor], on: LossPerExample, rows: Tensor, *, phase: str = "main") -> Items:
         held, log = self._begin(params), self.losses if phase == "main" else None
-        found = self._step_gradient(held, on, self.x[rows], self.y[rows], None, self.rng("gradient"), log)
+        x, y = (self.x[rows], self.y[rows]) if self.feed is None else self.feed.batch(rows, phase)
+        found = self._step_gradient(held, on, x, y, None, self.rng("gradient"), log)
         return dict(zip(held, found, strict=True))
 
     def full_gradient(self, params: Mapping[str, Tensor], on: LossPerExample) -> Items:
         self._refuse_raw("ctx.full_gradient")
-        held = self._begin(params)
+        held, whole = self._begin(params), (self.x, self.y)
+        if self.feed is not None:
+            whole = self.feed.batch(torch.arange(self.num_samples), "full gradient")
         if self.shaping is not None:
-            return dict(zip(held, self.shaping.gradient(on, held, self.x, self.y)[1], strict=True))
+            return dict(zip(held, self.shaping.gradient(on, held, *whole)[1], strict=True))
         total = [torch.zeros_like(p) for p in held.values()]
-        for x, y in zip(self.x.split(FEATURE_BATCH), self.y.split(FEATURE_BATCH), strict=True):
+        for x, y in zip(*(values.split(FEATURE_BATCH) for values in whole), strict=True):
             part = self._gradient(on(held, x, y).sum(), held)
             total = [t + g for t, g in zip(total, part, strict=True)]
         return {k: t / self.num_samples for k, t in zip(held, total, strict=True)}
@@ -254,7 +260,7 @@ class LocalWork:
         self._refuse_raw("ctx.subset")
         size = max(1, round(share * self.num_samples))
         rows = torch.randperm(self.num_samples, generator=self.rng(f"subset.{purpose}"))[:size].sort().values
-        return replace(self, x=self.x[rows], y=self.y[rows], losses=[], _used={})
+        return replace(self._on(rows), losses=[])
 
     def split(self, share: float, purpose: str) -> tuple["LocalWork", "LocalWork"]:
         self._refuse_raw("ctx.split")
@@ -262,8 +268,13 @@ class LocalWork:
         size = min(max(1, round(share * self.num_samples)), max(1, self.num_samples - 1))
         parts = order[:size].sort().values, order[size:].sort().values if size < self.num_samples else order
         # What is trained on a part is the client's training: it goes into the one record of losses.
-        first, rest = (replace(self, x=self.x[rows], y=self.y[rows], _used={}) for rows in parts)
+        first, rest = map(self._on, parts)
         return first, rest
+
+    def _on(self, rows: Tensor) -> "LocalWork":
+        """Return the same work on some of its rows."""
+        feed = self.feed and self.feed.part(rows)
+        return replace(self, x=self.x[rows], y=self.y[rows], feed=feed, _used={})
 
     def constant(self, value: Tensor) -> Tensor:
         return Constant.apply(value, self) if self.driver.keeps_graph else value.detach()
@@ -356,9 +367,12 @@ class LocalWork:
         for _ in range(self.epochs if epochs is None else epochs):
             if self.num_samples <= self.batch_size:
                 # One batch: its order says nothing, and an attacker need not guess it.
-                yield x, self.y
+                yield (x, self.y) if self.feed is None else self.feed.batch(torch.arange(self.num_samples), phase)
                 continue
             rows = torch.randperm(self.num_samples, generator=order)
+            if self.feed is not None:
+                yield from (self.feed.batch(some, phase) for some in rows.split(self.batch_size))
+                continue
             yield from zip(x[rows].split(self.batch_size), self.y[rows].split(self.batch_size), strict=True)
 
     def _order(self, phase: str) -> torch.Generator:

@@ -68,7 +68,10 @@ class Record:
 class Capture:
     """A record, with what the threat model grants on top, and the client's own code to replay.
 
-    labels, state  the truth, where granted; None otherwise
+    labels, state  the truth, where granted; None otherwise. Labels are int64 [B], or probabilities [B, classes] where those
+                   were trained with
+    soft_labels    the adversary knows of a defense that trains on several classes an image: no rule for one class, and no
+                   count of images, tells what was trained with
     counts         the true number of images of each class, int64 [classes], where granted; None otherwise
     by_chance      names of what the upload says that follow the client's own draws too, so that no replay meets them: they are
                    not in the target
@@ -96,6 +99,7 @@ class Capture:
     counts: Tensor | None = None
     candidates: tuple[Tensor, Tensor] | None = None
     by_chance: tuple[str, ...] = ()
+    soft_labels: bool = False
 
     @property
     def input(self) -> InputSpec:

@@ -7,6 +7,7 @@ accuracy    how accurate runs are; what they send; what privacy they have spent
 leakage     what attacks found, by run and attack, and victim by victim
 headline    the worst case of every method
 membership  who was in a victim batch
+mixed       what attacks found of mixed images
 tokens      what attacks on texts recovered
 run         one run in full: wire and configuration
 """
@@ -24,6 +25,7 @@ from pflsec.reports.tables.accuracy import (
 from pflsec.reports.tables.headline import headline_table
 from pflsec.reports.tables.leakage import leakage_table, rounds_table, victims_table
 from pflsec.reports.tables.membership import membership_table
+from pflsec.reports.tables.mixed import mixed_table
 from pflsec.reports.tables.rows import CLAIM, FAILED, ILLUSTRATES, SETTING, SUCCESS, as_text, records
 from pflsec.reports.tables.run import configuration_table, wire_table
 from pflsec.reports.tables.tokens import tokens_table
@@ -42,6 +44,7 @@ __all__ = [
     "headline_table",
     "leakage_table",
     "membership_table",
+    "mixed_table",
     "no_guarantee",
     "norm_lines",
     "norms_table",

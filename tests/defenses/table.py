@@ -20,6 +20,7 @@ from tests import toys
 PATH = Path(__file__).parents[2] / "docs" / "tables" / "defenses.md"
 DEFENSES = {
     "soteria": "soteria:prune=0.4",
+    "mixup": "mixup",
     "clip": "clip:bound=0.5",
     "gaussian": "gaussian:std=0.01",
     "laplace": "laplace:scale=0.01",
@@ -52,7 +53,7 @@ def outcome(key: str, defense: str) -> str:
 def reason(text: str) -> str:
     """Return why a method was refused, out of the message: without the names of method and defense, and the remedy."""
     inside = re.search(
-        r"cannot be trained under (?:(?:dp-sgd|soteria) \((.*)\)|.* alone: (.*))\. Choose another method", text
+        r"cannot be trained under (?:(?:dp-sgd|soteria|mixup) \((.*)\)|.* alone: (.*))\. Choose another method", text
     )
     assert inside is not None, text
     return inside[1] or inside[2]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from pflsec.core.algorithm import Algorithm
 from pflsec.core.items import Items, size_in_bytes
+from pflsec.runtime.defending import inside
 from pflsec.runtime.executor import one_thread
 from pflsec.runtime.recorder import OUTSIDERS
 from pflsec.runtime.setup import Setup
@@ -45,7 +46,7 @@ def estimate(setup: Setup) -> Cost:
     with one_thread():
         for _ in range(2):
             ctx = LocalWork(setup.net, x[part], y[part], config.lr, epochs, config.batch_size, config.seed, 0, client)
-            ctx.shaping = setup.shaping
+            ctx = inside(ctx, setup.defenses, "estimate")
             began = time.perf_counter()
             up = algorithm.local(ctx, state, down).up
             seconds = min(seconds, time.perf_counter() - began)

@@ -16,6 +16,7 @@ from pflsec.core.algorithm import Done
 from pflsec.core.defense import Guard, Spend
 from pflsec.core.errors import PflsecError, PflsecWarning, TrainingError
 from pflsec.core.items import Items, first_nonfinite
+from pflsec.runtime.defending import inside
 from pflsec.runtime.setup import Setup
 from pflsec.training.local import LocalWork, for_method
 
@@ -154,8 +155,7 @@ def naming(setup: Setup, where: str, what: str = "local") -> Iterator[None]:
 def work(setup: Setup, job: Job) -> Outcome:
     """Do one client's local work. Errors name round, client and item."""
     began = time.perf_counter()
-    ctx = context(setup, job.round, job.client, job.guard)
-    ctx.shaping = setup.shaping
+    ctx = inside(context(setup, job.round, job.client, job.guard), setup.defenses, job.round, job.client)
     where = f"round {job.round}, client {job.client}"
     with naming(setup, where):
         done = setup.algorithm.local(for_method(ctx), job.state, job.down)

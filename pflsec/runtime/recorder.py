@@ -21,6 +21,7 @@ from pflsec.core.streams import numpy_stream
 from pflsec.core.vault import VaultWriter
 from pflsec.runtime import sight
 from pflsec.runtime.checkpoint import State
+from pflsec.runtime.defending import inside
 from pflsec.runtime.executor import learning_rate, naming
 from pflsec.runtime.privacy import Ledger
 from pflsec.runtime.replay import local_work, residual
@@ -188,7 +189,7 @@ class Recorder:
         setup, state, (x, y) = self.setup, now.states[record.client], self._batch(rows)
         distance = self._check(record, x, y, state)
         ctx = local_work(setup.net, record, x, y, setup.config.seed, Training)
-        ctx.shaping = setup.shaping
+        ctx = inside(ctx, setup.defenses, record.round, record.client, record.id)
         if ledger is not None:
             key = "probe", record.round, record.victim
             ctx.guard = ledger.guard(record.client, *key, samples=len(rows), batch_size=len(rows))

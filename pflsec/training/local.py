@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pflsec.core.defense import Guard, ShapingDefense
+from pflsec.core.defense import Guard, ModelDefense, ShapingDefense
 from pflsec.core.errors import PrivacyError
 from pflsec.core.items import Items, arithmetic
 from pflsec.core.local import Local, LossPerExample, Penalty, Projection, RowOf, Stop
@@ -102,6 +102,8 @@ class LocalWork:
     guard: Guard | None = None
     shaping: ShapingDefense[Any] | None = None
     """What changes the gradient of every step, without an account."""
+    model_defense: ModelDefense[Any] | None = None
+    """What changes the loss of every step, on a network with a layer of its own."""
     longest: float | None = None
     """Norm to which each example's gradient is clipped, in the replay of work that a guard did so; None: not at all."""
     row_bound: float | None = None
@@ -198,7 +200,7 @@ class LocalWork:
 
     def full_gradient(self, params: Mapping[str, Tensor], on: LossPerExample) -> Items:
         self._refuse_raw("ctx.full_gradient")
-        held = self._begin(params)
+        held, on = self._begin(params), self._objective(on)
         if self.shaping is not None:
             return dict(zip(held, self.shaping.gradient(on, held, self.x, self.y)[1], strict=True))
         total = [torch.zeros_like(p) for p in held.values()]
@@ -282,7 +284,7 @@ class LocalWork:
         log: list[Tensor] | None,
     ) -> list[Tensor]:
         """Return the gradient of one step. A penalty sees no data: where a defense stands, it passes beside it."""
-        self._statistics = {}
+        self._statistics, on = {}, self._objective(on)
         if self.guard is None and self.longest is None and self.shaping is None:
             with self.net.training() as seen:
                 loss = on(held, x, y).mean()
@@ -305,6 +307,9 @@ class LocalWork:
             pull = self._gradient(penalty(held, draws), held)
             gradients = [g + p for g, p in zip(gradients, pull, strict=True)]
         return gradients
+
+    def _objective(self, on: LossPerExample) -> LossPerExample:
+        return on if self.model_defense is None else self.model_defense.objective(on, self)
 
     def _clipped(self, on: LossPerExample, held: Items, x: Tensor, y: Tensor) -> list[Tensor]:
         """Return the mean over the examples of their gradients, each shortened to `longest`; differentiable."""

@@ -81,8 +81,8 @@ def _check_together(made: list[Defense[Any]]) -> None:
         )
     if (longer := of_kind(made, ModelDefense)) and private is not None:
         raise ConfigError(
-            f"--defense {longer.key} cannot be combined with --defense {private.key}: that takes the gradients of all examples in "
-            "one pass (torch.func.vmap), in which a layer cannot draw noise of its own. Drop one of them."
+            f"--defense {longer.key} cannot be combined with --defense {private.key}: that takes the gradients of all examples "
+            "in one pass (torch.func.vmap), in which a layer cannot draw noise of its own. Drop one of them."
         )
     for one in made:
         if both := next((key for key in one.excludes if key in keys), None):

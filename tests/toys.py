@@ -23,6 +23,7 @@ from pflsec.data.datasets import Dataset, from_arrays
 from pflsec.data.federation import Federation
 from pflsec.models import catalogue
 from pflsec.models.network import Network
+from pflsec.runtime.defending import lengthened
 from pflsec.runtime.executor import learning_rate
 from pflsec.runtime.rounds import Federated
 from pflsec.runtime.setup import Setup, prepare
@@ -166,7 +167,7 @@ def setup(
         "algo": key if key in registry.names("algorithms") else "fedavg",
     }  # fmt: skip
     made = prepare(TrainConfig(**(common | options)), data or dataset())
-    algorithm = method(kind, net, made.federation.clients, **(settings or {}))
+    algorithm = method(kind, net or lengthened(tiny(), made.defenses), made.federation.clients, **(settings or {}))
     if made.config.buffers == "local" and algorithm.net.buffers:
         algorithm = LocalBuffers(algorithm)
     channel = Recorder(algorithm.contract, [*made.defenses, *defenses], made.config.seed)

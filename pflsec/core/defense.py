@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pflsec.core.config import Config
 from pflsec.core.items import Items
-from pflsec.core.local import LossPerExample
+from pflsec.core.local import Local, LossPerExample
 from pflsec.core.network import Net
 
 if TYPE_CHECKING:
@@ -250,6 +250,34 @@ class InputDefense(Defense[C]):
         x, y   what they are the rows of: inputs [n, ...] and probabilities [n, classes]
         """
         raise TypeError(f"{type(self).__name__} does not define mixed().")
+
+
+class ModelDefense(Defense[C]):
+    """Base of defenses that put a layer between body and head of every network of a run, and change what the steps of local
+    training minimise; they keep no account: nothing is guaranteed."""
+
+    seam = "step"
+
+    def layer(self, features: tuple[int, ...]) -> nn.Module:
+        """Return a new layer that keeps the shape of one input's features, its parameters drawn from torch's global
+        generator. Raises ConfigError for features that it cannot take."""
+        raise TypeError(f"{type(self).__name__} does not define layer().")
+
+    def at(self, net: Net, *key: int | str) -> "ModelDefense[C]":
+        """Return this defense for one local work on a network that has its layer; `key` names its noise."""
+        raise TypeError(f"{type(self).__name__} does not define at().")
+
+    def known(self, net: Net, said: Items, single: bool) -> "ModelDefense[C]":
+        """Return this defense for the replay of a local work by an attacker who knows of it.
+
+        said    what the upload says about the data, as far as the attacker sees it
+        single  it was one step on one input
+        """
+        raise TypeError(f"{type(self).__name__} does not define known().")
+
+    def objective(self, on: LossPerExample, ctx: Local) -> LossPerExample:
+        """Return what a step of this local work minimises, where it would minimise `on` without the defense."""
+        raise TypeError(f"{type(self).__name__} does not define objective().")
 
 
 class StepDefense(Defense[C]):

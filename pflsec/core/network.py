@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from pflsec.core.items import Items
 
@@ -32,6 +32,8 @@ class Net(Protocol):
     """Names of all parameters of layers that normalise each example on its own (GroupNorm, LayerNorm)."""
     embeddings: frozenset[str]
     """Names of the tables of embedding layers: a row for each word."""
+    inserted: nn.Module | None
+    """The layer that a defense has put between body and head, where one has."""
     classes: int
     feature_dim: int
 

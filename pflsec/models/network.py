@@ -1,6 +1,7 @@
 """The functional view: any nn.Module, cut into body and head at a named layer, as a pure function of its items."""
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 
@@ -36,6 +37,8 @@ class Network:
     cannot be replayed, or when it cannot be cut there.
     """
 
+    inserted: nn.Module | None = None
+
     def __init__(
         self,
         factory: Callable[[], nn.Module],
@@ -53,6 +56,7 @@ class Network:
         self.shape, self.classes, self.vocabulary = tuple(shape), classes, vocabulary
         self.split = split or _last_layer(module)
         self._body, self._head = _cut(module, self.split)
+        self._cut_within = "" if _in_a_row(module, self.split) else f"{self.split}."
         self._layers = [m for m in module.modules() if isinstance(m, BatchNorm)]
         self.batchnorms = tuple(name for name, m in module.named_modules() if isinstance(m, BatchNorm))
         """Names of the BatchNorm layers in the module."""
@@ -67,6 +71,26 @@ class Network:
         """Item of every parameter and buffer by the module's own name for it, as in its state_dict."""
         self.embeddings = frozenset(name for name, owner, _, _ in held if isinstance(owner, nn.Embedding))
         self._check(module)
+
+    def lengthened(self, name: str, make: Callable[[tuple[int, ...]], nn.Module]) -> "Network":
+        """Return the network with one layer more, the last of its body. Fresh draws of all other parameters stay the same.
+
+        name  of the layer in the body, and of what it holds: `body.<name>.*`
+        make  makes the layer from the shape of one input's features, which it keeps; it draws its parameters from torch's
+              global generator
+        Raises ModelError where the network cannot take it.
+        """
+        within = self._cut_within
+
+        def factory() -> nn.Module:
+            module = self._factory()
+            _insert(module, self.split, within, name, make(self._cut_shape))
+            return module
+
+        split = within + self.split.rpartition(".")[2]
+        longer = Network(factory, self.shape, self.classes, split, frozen=self.frozen, vocabulary=self.vocabulary)
+        longer.inserted = longer._body.get_submodule(within + name)
+        return longer
 
     def features(self, items: Mapping[str, Tensor], x: Tensor) -> Tensor:
         """Return the body's output, flattened to [B, feature_dim]."""
@@ -293,7 +317,7 @@ def _cut(module: nn.Module, at: str) -> tuple[nn.Module, nn.Module]:
         raise ModelError(
             f"the model has no layer '{at}' to cut at. Layers with parameters: {', '.join(_layers(module))}."
         )
-    if isinstance(module, nn.Sequential) and at in dict(module.named_children()):
+    if _in_a_row(module, at):
         children = list(module.named_children())
         here = [name for name, _ in children].index(at)
         body, rest = nn.Sequential(), children[here:]
@@ -308,6 +332,24 @@ def _cut(module: nn.Module, at: str) -> tuple[nn.Module, nn.Module]:
     head = module.get_submodule(at)
     body = _shallow(module, at)
     return body, head
+
+
+def _in_a_row(module: nn.Module, at: str) -> bool:
+    """Return whether `at` is one of the layers that the module runs one after the other."""
+    return isinstance(module, nn.Sequential) and at in dict(module.named_children())
+
+
+def _insert(module: nn.Module, at: str, within: str, name: str, layer: nn.Module) -> None:
+    """Put a layer before the layer `at`, into the module's row of layers, or else (`within`) into a row of two in its place."""
+    last = at.rpartition(".")[2]
+    if within:
+        parent = module.get_submodule(at.rpartition(".")[0])
+        parent._modules[last] = nn.Sequential(OrderedDict([(name, layer), (last, module.get_submodule(at))]))
+        return
+    layers = list(module._modules.items())
+    module._modules.clear()
+    for key, child in layers:
+        module._modules |= {name: layer, key: child} if key == at else {key: child}
 
 
 def _shallow(module: nn.Module, at: str) -> nn.Module:

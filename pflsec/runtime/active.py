@@ -12,7 +12,7 @@ from pflsec.core.defense import StepDefense, of_kind
 from pflsec.core.errors import NotApplicable
 from pflsec.core.items import Items
 from pflsec.models.network import Network
-from pflsec.runtime.defending import parse_defense, shaping
+from pflsec.runtime.defending import inside, parse_defense
 from pflsec.runtime.replay import local_work
 from pflsec.training.local import Training, for_method
 from pflsec.wire.capture import Record
@@ -40,7 +40,7 @@ def exchanged(
     channel = Channel(algorithm.contract, defenses, config.seed)
     received = channel.send_down(down, record.round, record.client)
     ctx = local_work(net, record, client.x, client.y, config.seed, Training)
-    ctx.shaping = shaping(defenses, net)
+    ctx = inside(ctx, defenses, record.round, record.client, f"active {record.id}")
     sent = algorithm.local(for_method(ctx), client.state, received).up
     begun = origin(algorithm, client.state, received, sent)
     up = channel.send_up(sent, begun, record.round, record.client, probe=f"active {record.id}")

@@ -1,6 +1,7 @@
 """The defenses of a run: made from their texts, and refused where they do not go together or not with the run."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from pflsec.config.train import TrainConfig, parse_assignments, split_assignments
@@ -11,6 +12,7 @@ from pflsec.core.defense import (
     AggregateDefense,
     Defense,
     InputDefense,
+    ModelDefense,
     ReleaseDefense,
     ShapingDefense,
     StepDefense,
@@ -19,7 +21,9 @@ from pflsec.core.defense import (
 )
 from pflsec.core.errors import ConfigError
 from pflsec.core.network import Net
+from pflsec.models.network import Network
 from pflsec.runtime import cohort as cohorts
+from pflsec.training.local import LocalWork
 
 SEAMS = ("step", "uplink", "aggregate")
 """In the order in which they act."""
@@ -86,6 +90,11 @@ def _check_together(made: list[Defense[Any]]) -> None:
             f"--defense {fed[0]} cannot be combined with --defense {private.key}: a record that is mixed into others has a share "
             "in several gradients, so that clipping each of them bounds no record. Drop one of them."
         )
+    if (longer := of_kind(made, ModelDefense)) and private is not None:
+        raise ConfigError(
+            f"--defense {longer.key} cannot be combined with --defense {private.key}: that takes the gradients of all examples "
+            "in one pass (torch.func.vmap), in which a layer cannot draw noise of its own. Drop one of them."
+        )
     for one in made:
         if both := next((key for key in one.excludes if key in keys), None):
             raise ConfigError(
@@ -111,6 +120,20 @@ def mixing(defenses: Sequence[Defense[Any]]) -> InputDefense[Any] | None:
     """Return what gives every step of the clients' local work other inputs than its rows, or None."""
     found = of_kind(defenses, InputDefense)
     return None if found is None or found.idle else found
+
+
+def lengthened(net: Network, defenses: Sequence[Defense[Any]]) -> Network:
+    """Return the network of a run under these defenses: with the layer that one of them puts into it, if one does."""
+    model = of_kind(defenses, ModelDefense)
+    return net if model is None else net.lengthened(model.key, model.layer)
+
+
+def inside(ctx: LocalWork, defenses: Sequence[Defense[Any]], *key: int | str) -> LocalWork:
+    """Return the context of a client's local work with those defenses in it that keep no account; `key` names their noise."""
+    model = of_kind(defenses, ModelDefense)
+    if model is not None:
+        model = model.at(ctx.net, ctx.seed, "defense", model.key, *key)
+    return replace(ctx, shaping=shaping(defenses, ctx.net), model_defense=model)
 
 
 def without_hidden_captures(config: TrainConfig, defenses: tuple[Defense[Any], ...]) -> TrainConfig:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from pflsec.core.algorithm import Algorithm
 from pflsec.core.items import Items, size_in_bytes
+from pflsec.runtime.defending import inside
 from pflsec.runtime.executor import one_thread
 from pflsec.runtime.feeding import feed
 from pflsec.runtime.recorder import OUTSIDERS
@@ -46,7 +47,8 @@ def estimate(setup: Setup) -> Cost:
     with one_thread():
         for _ in range(2):
             ctx = LocalWork(setup.net, x[part], y[part], config.lr, epochs, config.batch_size, config.seed, 0, client)
-            ctx.shaping, ctx.feed = setup.shaping, feed(setup, 0, client, train=(ctx.x, ctx.y))
+            ctx = inside(ctx, setup.defenses, "estimate")
+            ctx.feed = feed(setup, 0, client, train=(ctx.x, ctx.y))
             began = time.perf_counter()
             up = algorithm.local(ctx, state, down).up
             seconds = min(seconds, time.perf_counter() - began)

@@ -16,6 +16,7 @@ from pflsec.core.algorithm import Done
 from pflsec.core.defense import Guard, Spend
 from pflsec.core.errors import PflsecError, PflsecWarning, TrainingError
 from pflsec.core.items import Items, first_nonfinite
+from pflsec.runtime.defending import inside
 from pflsec.runtime.feeding import Log, feed
 from pflsec.runtime.setup import Setup
 from pflsec.training.local import LocalWork, for_method
@@ -155,7 +156,7 @@ def naming(setup: Setup, where: str, what: str = "local") -> Iterator[None]:
 def defended(setup: Setup, job: Job, log: Log | None = None) -> LocalWork:
     """Return the context of a job under the run's defenses inside training. `log` gets what an input defense gives each step."""
     ctx = context(setup, job.round, job.client, job.guard)
-    ctx.shaping = setup.shaping
+    ctx = inside(ctx, setup.defenses, job.round, job.client)
     ctx.feed = feed(setup, job.round, job.client, train=(ctx.x, ctx.y), log=log)
     return ctx
 

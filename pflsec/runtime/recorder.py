@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 
 from pflsec.core.change import origin
+from pflsec.core.defense import ModelDefense, of_kind
 from pflsec.core.errors import TrainingError
 from pflsec.core.items import Items
 from pflsec.core.streams import numpy_stream
 from pflsec.core.vault import VaultWriter
 from pflsec.runtime import sight
 from pflsec.runtime.checkpoint import State
+from pflsec.runtime.defending import inside
 from pflsec.runtime.executor import Job, defended, learning_rate, naming
 from pflsec.runtime.feeding import Log, feed, stored
 from pflsec.runtime.privacy import Ledger
@@ -198,7 +200,8 @@ class Recorder:
         setup, state, (x, y) = self.setup, now.states[record.client], self._batch(rows)
         distance = self._check(record, x, y, state)
         ctx = local_work(setup.net, record, x, y, setup.config.seed, Training)
-        ctx.shaping, log = setup.shaping, Log()
+        ctx = inside(ctx, setup.defenses, record.round, record.client, record.id)
+        log = Log()
         places = np.searchsorted(setup.federation.shards[record.client].train, rows)
         ctx.feed = feed(setup, record.round, record.client, "probe", record.victim, places=places, log=log)
         if ledger is not None:
@@ -262,9 +265,10 @@ class Recorder:
         """Return how far the replay on the mixed batch of the first step is from what was sent, relative; None where that step
         took a part of the batch, or another defense changed its gradient."""
         first = next((made for phase, made in log if phase == "main"), None)
-        if first is None or len(first.x) != record.batch or self.setup.shaping is not None:
-            return None
         setup = self.setup
+        others = setup.shaping is not None or of_kind(setup.defenses, ModelDefense) is not None
+        if first is None or len(first.x) != record.batch or others:
+            return None
         found = residual(setup.algorithm, setup.net, record, first.x, first.y, state, sent, setup.config.seed)
         return found if np.isfinite(found) else None
 

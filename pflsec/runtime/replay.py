@@ -12,7 +12,7 @@ from torch import Tensor
 from pflsec.core import change as changes
 from pflsec.core.algorithm import Algorithm
 from pflsec.core.contract import kind_of
-from pflsec.core.defense import Defense, ReleaseDefense, ShapingDefense, StepDefense, of_kind
+from pflsec.core.defense import Defense, ModelDefense, ReleaseDefense, ShapingDefense, StepDefense, of_kind
 from pflsec.core.errors import ConfigError, Inconclusive, NotApplicable
 from pflsec.core.items import Items, arithmetic, cast, detached, floating, norm, select, subtract
 from pflsec.models.network import Network
@@ -67,6 +67,7 @@ class Replay:
                of them, not what it guesses, or else a wrong guess would move both sides
     Of what a guess sends, those items count that the adversary sees of the upload.
     defenses   those that the attacker knows of, in their order: what a guess would have sent passes them as well
+    said       what the upload says about the data (Algorithm.change), as far as the adversary sees it
     """
 
     def __init__(
@@ -77,10 +78,13 @@ class Replay:
         seed: int,
         reference: Items,
         defenses: Sequence[Defense[Any]] = (),
+        said: Items | None = None,
     ):
         self.algorithm, self.net, self.record, self.seed, self.reference = algorithm, net, record, seed, reference
         private, release = of_kind(defenses, StepDefense), of_kind(defenses, ReleaseDefense)
         self.longest, self.row_bound = private and private.longest, release and release.bound
+        model = of_kind(defenses, ModelDefense)
+        self.model_defense = model and model.known(net, said or {}, record.batch == record.steps == 1)
         here = [d.at(net) if isinstance(d, ShapingDefense) else d for d in defenses]
         self.adapting = [d for d in here if d is not None and type(d).adapt is not Defense.adapt]
         self._cast: dict[torch.dtype, tuple[Items, Items]] = {}
@@ -89,8 +93,7 @@ class Replay:
     def __call__(self, x: Tensor, y: Tensor, state: Items) -> Items:
         """Return Algorithm.change of the exchange that this batch would have caused, defended as far as is known."""
         reference, down = self._constants(arithmetic(x))
-        ctx = local_work(self.net, self.record, x, y, self.seed)
-        ctx = replace(ctx, longest=self.longest, row_bound=self.row_bound)
+        ctx = self._work(x, y)
         done = self.algorithm.local(ctx, cast(state, arithmetic(x)), down)
         up = {k: v for k, v in done.up.items() if k in self.record.up}
         if self.adapting:
@@ -98,6 +101,11 @@ class Replay:
             guess = {k: v for k, v in changes.change(up, origin).items() if k in self._seen}
             up = changes.moved(up, origin, self._adapted(guess))
         return self.algorithm.change(reference, down, up, self.record.lr, self.record.steps)
+
+    def _work(self, x: Tensor, y: Tensor) -> LocalWork:
+        """Return the context of the client's work on a guess, with what is known of the defenses inside it."""
+        ctx = local_work(self.net, self.record, x, y, self.seed)
+        return replace(ctx, longest=self.longest, row_bound=self.row_bound, model_defense=self.model_defense)
 
     @cached_property
     def _seen(self) -> Items:
@@ -131,10 +139,8 @@ class Replay:
             self._features_alone = self._moved_by_features_alone()
         if not self._features_alone:
             raise NotApplicable("the body is moved by more than what reaches it through its features")
-        leaves = {k: v.detach().requires_grad_() for k, v in body.items()}
-        inner = (u * self.net.features(leaves, x)).sum()
-        found = torch.autograd.grad(inner, list(leaves.values()), create_graph=True, allow_unused=True)
-        slopes = {k: torch.zeros_like(v) if g is None else g for (k, v), g in zip(leaves.items(), found, strict=True)}
+        work = self._work(x, len(u) * u)  # a step's gradient is that of the mean
+        slopes = work.full_gradient(body, lambda items, x, u: (u * self.net.features(items, x)).sum(1))
         if not self.adapting or not slopes.keys() <= self._seen.keys():
             return slopes
         size = -self.record.lr * self.record.steps
@@ -191,10 +197,14 @@ def capture(
     known = _known_state(algorithm, net, record, history and not visible)
     reference = _example(algorithm, net) | (known or {})
     state_seen, down, up = (cast(items, torch.float64) for items in (reference, record.down, record.up))
-    replay = Replay(algorithm, net, record, seed, reference, defenses)
+    target = detached(algorithm.change(state_seen, down, up, record.lr, record.steps))
+    seen = visible_items(record, visible) if visible else set(record.up)
+    left = _follows_from(seen, algorithm, record, state_seen, down, up) if visible else set(target)
+    said = {name: value for name, value in target.items() if name in left}
+    replay = Replay(algorithm, net, record, seed, reference, defenses, said)
     whole = Capture(
         record=record,
-        target=detached(algorithm.change(state_seen, down, up, record.lr, record.steps)),
+        target=target,
         known=known,
         labels=labels,
         state=state,
@@ -211,10 +221,7 @@ def capture(
     )
     if chance := _by_chance(replay, whole):
         whole = replace(whole.comparing(whole.target.keys() - chance), by_chance=tuple(sorted(chance)))
-    if not visible:
-        return whole
-    seen = visible_items(record, visible)
-    return _limited(whole, seen, _follows_from(seen, algorithm, record, state_seen, down, up))
+    return _limited(whole, seen, left) if visible else whole
 
 
 def _by_chance(replay: Replay, cap: Capture) -> set[str]:

@@ -18,7 +18,7 @@ from pflsec.data.federation import Federation
 from pflsec.data.federation import build as build_federation
 from pflsec.models import catalogue
 from pflsec.models.network import Network
-from pflsec.runtime.defending import make_defenses, mixing, shaping, without_hidden_captures
+from pflsec.runtime.defending import lengthened, make_defenses, mixing, parse_defense, shaping, without_hidden_captures
 from pflsec.wire.channel import Channel
 
 
@@ -91,6 +91,7 @@ def rebuild(config: TrainConfig, spec: InputSpec) -> tuple[Network, Algorithm[An
     net = catalogue.build(
         config.model, spec.shape, spec.classes, config.split, frozen=frozen, vocabulary=spec.vocabulary
     )
+    net = lengthened(net, [parse_defense(text) for text in config.defense])
     _check_buffers(config, net, registry.load("algorithms", config.algo))
     algorithm = make_algorithm(config.algo, config.settings, net, config.clients)
     return net, LocalBuffers(algorithm) if net.buffers and config.buffers == "local" else algorithm

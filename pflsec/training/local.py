@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pflsec.core.defense import Guard, ShapingDefense
+from pflsec.core.defense import Guard, ModelDefense, ShapingDefense
 from pflsec.core.errors import PrivacyError
 from pflsec.core.items import Items, arithmetic
 from pflsec.core.local import Local, LossPerExample, Penalty, Projection, RowOf, Stop
@@ -105,6 +105,8 @@ class LocalWork:
     """What changes the gradient of every step, without an account."""
     feed: Feed | None = None
     """What gives each step other inputs than the rows of its batch, without an account."""
+    model_defense: ModelDefense[Any] | None = None
+    """What changes the loss of every step, on a network with a layer of its own."""
     longest: float | None = None
     """Norm to which each example's gradient is clipped, in the replay of work that a guard did so; None: not at all."""
     row_bound: float | None = None
@@ -202,7 +204,7 @@ class LocalWork:
 
     def full_gradient(self, params: Mapping[str, Tensor], on: LossPerExample) -> Items:
         self._refuse_raw("ctx.full_gradient")
-        held, whole = self._begin(params), (self.x, self.y)
+        held, on, whole = self._begin(params), self._objective(on), (self.x, self.y)
         if self.feed is not None:
             whole = self.feed.batch(torch.arange(self.num_samples), "full gradient")
         if self.shaping is not None:
@@ -293,7 +295,7 @@ class LocalWork:
         log: list[Tensor] | None,
     ) -> list[Tensor]:
         """Return the gradient of one step. A penalty sees no data: where a defense stands, it passes beside it."""
-        self._statistics = {}
+        self._statistics, on = {}, self._objective(on)
         if self.guard is None and self.longest is None and self.shaping is None:
             with self.net.training() as seen:
                 loss = on(held, x, y).mean()
@@ -316,6 +318,9 @@ class LocalWork:
             pull = self._gradient(penalty(held, draws), held)
             gradients = [g + p for g, p in zip(gradients, pull, strict=True)]
         return gradients
+
+    def _objective(self, on: LossPerExample) -> LossPerExample:
+        return on if self.model_defense is None else self.model_defense.objective(on, self)
 
     def _clipped(self, on: LossPerExample, held: Items, x: Tensor, y: Tensor) -> list[Tensor]:
         """Return the mean over the examples of their gradients, each shortened to `longest`; differentiable."""

@@ -21,6 +21,7 @@ PATH = Path(__file__).parents[2] / "docs" / "tables" / "defenses.md"
 DEFENSES = {
     "soteria": "soteria:prune=0.4",
     "mixup": "mixup",
+    "precode": "precode:width=4",
     "clip": "clip:bound=0.5",
     "gaussian": "gaussian:std=0.01",
     "laplace": "laplace:scale=0.01",

@@ -178,9 +178,10 @@ def _mixed_sentences(run: RunData) -> list[str]:
         return []
     most = max(rows, key=lambda row: row["psnr_mixed"])
     naive = " (naive)" if most["naive"] else ""
+    images = "1 mixed image at" if most["images"] == 1 else f"{most['images']} mixed images at a median of"
     return [
         f"Clients trained on mixtures of their images: a low PSNR against a single one is no privacy. {most['attack']}{naive} "
-        f"rebuilt the {most['images']} mixed images at a median of {number(most['psnr_mixed'])} dB (blind guess "
+        f"rebuilt {images} {number(most['psnr_mixed'])} dB (blind guess "
         f"{number(most['psnr_mixed_blind'])} dB); the part of each that shows best, after scale and shift, at "
         f"{number(most['psnr_part'])} dB (blind guess {number(most['psnr_part_blind'])} dB)."
     ]

@@ -61,7 +61,7 @@ def known(v: Victim, *texts: str, labels: Tensor | None = None) -> Capture:
 def trained(folder: Path, *defense: str, **options: Any) -> api.Run:
     common: dict[str, Any] = {
         "algo": "fedavg", "model": "mlp", "partition": "natural", "test": "given", "rounds": 1, "batch_size": 4,
-        "capture_clients": "1,3", "victims": 1, "capture_rounds": "first", "defense": list(defense or ("mixup",)),
+        "capture_clients": "1", "victims": 1, "capture_rounds": "first", "defense": list(defense or ("mixup",)),
     }  # fmt: skip
     return api.train(dataset=toys.dataset(), runs_dir=folder, **(common | options))
 
@@ -290,7 +290,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> api.Run:
 def test_the_vault_holds_what_every_step_trained_on_with_the_rows_of_its_parts_and_their_weights(run: api.Run):
     folder, spec = run.path / "vault", inputs(run)
     store, data = CaptureStore(run.path / "captures"), toys.dataset()
-    assert len(store.ids()) == 4
+    assert len(store.ids()) == 2
     for name in store.ids():
         record, truth = store.read(name), Vault(folder).truth(name)
         found = Vault(folder).mixtures(name, spec)
@@ -326,27 +326,27 @@ def test_a_probe_of_one_image_is_mixed_with_the_clients_other_ones(tmp_path: Pat
 def test_labels_that_are_granted_are_those_that_were_trained_with(run: api.Run, tmp_path: Path):
     """At the truth the objective is zero: with any other labels DLG from the same start would not get there."""
     made = trained(tmp_path, "mixup:alpha=50", victim_batch=1)
-    scores = api.attack(made, "dlg", knowledge="wire+labels", iterations=20, lpips="none", controls=False)
-    naive = api.attack(made, "dlg", knowledge="wire+labels", iterations=20, lpips="none", controls=False, naive=True)
+    scores = api.attack(made, "dlg", knowledge="wire+labels", iterations=15, lpips="none", controls=False)
+    naive = api.attack(made, "dlg", knowledge="wire+labels", iterations=15, lpips="none", controls=False, naive=True)
     assert isinstance(scores, api.Scores)
     assert isinstance(naive, api.Scores)
-    assert list(scores.table["labels"]) == list(naive.table["labels"]) == ["known", "known"]
+    assert list(scores.table["labels"]) == list(naive.table["labels"]) == ["known"]
     assert scores.mixed["psnr_mixed"].min() > 40
     assert scores.mixed["psnr_mixed"].min() > naive.mixed["psnr_mixed"].max() + 10
 
 
 def test_the_rows_say_how_well_the_mixed_image_was_rebuilt_and_the_report_too(tmp_path: Path):
     made = trained(tmp_path, "mixup:alpha=50", victim_batch=1)
-    scores = api.attack(made, "dlg", iterations=20, lpips="none")
+    scores = api.attack(made, "dlg", iterations=15, lpips="none")
     assert isinstance(scores, api.Scores)
-    assert len(scores.mixed) == 2
+    assert len(scores.mixed) == 1
     for reason, row in zip(scores.table["reason"], scores.mixed.to_dict("records"), strict=True):
         assert f"the mixed image was rebuilt at {row['psnr_mixed']:.1f} dB" in reason
         assert row["psnr_mixed"] > 25
         assert row["psnr_mixed"] > row["psnr_mixed_blind"] + 10
-    assert list(scores.table["attack_valid"]) == [True, True]
+    assert list(scores.table["attack_valid"]) == [True]
     page = api.report([made], tmp_path / "out").read_text()
-    assert "rebuilt the 2 mixed images at a median of" in page
+    assert "rebuilt 1 mixed image at" in page
     assert "a low number there is no privacy: see Mixed images" in page
     assert (tmp_path / "out" / "tables" / "mixed.csv").exists()
     meta = api.load_run(made.path).path / "attacks" / scores.path.name / "controls.csv"
@@ -390,10 +390,8 @@ def test_damaged_mixtures_are_one_sentence_before_any_attack(
     path, (name, changed) = run.path / "vault" / "r000-c01-v0-probe.mixed.safetensors", DAMAGES[why]
     before = path.read_bytes()
     items = read_items(path, "mixtures")
-    write_items(
-        path,
-        {k: v for k, v in items.items() if k != name or changed} | ({name: changed(items[name])} if changed else {}),
-    )
+    new = items | {name: changed(items[name])} if changed else {k: v for k, v in items.items() if k != name}
+    write_items(path, new)
     try:
         with pytest.raises(RunError, match="the vault is damaged") as refused:
             api.attack(run, "dlg", iterations=1, lpips="none")

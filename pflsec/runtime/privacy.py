@@ -2,7 +2,8 @@
 
 import secrets
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -11,13 +12,23 @@ from torch import Tensor
 
 from pflsec.core.change import reference
 from pflsec.core.contract import kind_of
-from pflsec.core.defense import Guard, ReleaseDefense, ShapingDefense, Spend, StepDefense, UserDefense, of_kind
+from pflsec.core.defense import (
+    Guard,
+    ModelDefense,
+    ReleaseDefense,
+    ShapingDefense,
+    Spend,
+    StepDefense,
+    UserDefense,
+    of_kind,
+)
 from pflsec.core.errors import PflsecWarning, PrivacyError
 from pflsec.core.items import Items
 from pflsec.core.network import Net
 from pflsec.core.streams import seed_of, stream
 from pflsec.runtime import cohort as cohorts
 from pflsec.runtime import feeding, sums
+from pflsec.runtime.defending import inside
 from pflsec.runtime.setup import Setup
 from pflsec.training.local import LocalWork, for_method
 
@@ -63,6 +74,11 @@ def check(setup: Setup) -> None:
             f"{setup.config.algo} cannot be trained under {mixing.key} ({reason}). Choose another method, other settings, "
             f"or no {mixing.key}."
         )
+    if (model := of_kind(setup.defenses, ModelDefense)) is not None and not _noticed(setup, model):
+        raise PrivacyError(
+            f"{setup.config.algo} cannot be trained under {model.key} (nothing that its clients send is changed by it). Choose "
+            f"another method, or no {model.key}."
+        )
 
 
 def _check_private(setup: Setup, private: StepDefense[Any]) -> None:
@@ -97,16 +113,27 @@ def _idle(net: Net, x: Tensor) -> list[str]:
 
 def _unshaped(setup: Setup, shaping: ShapingDefense[Any]) -> str | None:
     """Return why a defense that changes gradients is of no use, or None: found by doing local work on two rows."""
-    x, y = (t[:2] for t in setup.federation.train(0))
-    server = setup.server_first
-    state, down = setup.algorithm.init_client(setup.server_fresh, server), setup.algorithm.downlink(server, 0)
 
     def sent(by: ShapingDefense[Any], x: Tensor) -> Items:
-        ctx = LocalWork(setup.net, x, y, setup.config.lr, 1, len(y), 0, 0, 0, shaping=by, fixed_epochs=True)
-        with torch.random.fork_rng(devices=[]):
-            return setup.algorithm.local(for_method(ctx), state, down).up
+        return _sent(setup, x, lambda ctx: replace(ctx, shaping=by))
 
-    return shaping.why_not(setup.net, x, sent)
+    return shaping.why_not(setup.net, setup.federation.train(0)[0][:2], sent)
+
+
+def _noticed(setup: Setup, model: ModelDefense[Any]) -> bool:
+    """Return whether a defense inside training changes anything that a client sends: found by doing local work on two rows."""
+    x, stages = setup.federation.train(0)[0][:2], (lambda ctx: ctx, lambda ctx: inside(ctx, [model], "check"))
+    plain, defended = (_sent(setup, x, stage) for stage in stages)
+    return any(not torch.equal(plain[name], defended[name]) for name in plain)
+
+
+def _sent(setup: Setup, x: Tensor, defended: Callable[[LocalWork], LocalWork]) -> Items:
+    """Return what the first client sends in the first round, if these inputs stand before the labels of its first two rows."""
+    server, y = setup.server_first, setup.federation.train(0)[1][:2]
+    state, down = setup.algorithm.init_client(setup.server_fresh, server), setup.algorithm.downlink(server, 0)
+    ctx = LocalWork(setup.net, x, y, setup.config.lr, 1, len(y), 0, 0, 0, fixed_epochs=True)
+    with torch.random.fork_rng(devices=[]):
+        return setup.algorithm.local(for_method(defended(ctx)), state, down).up
 
 
 def coverage(setup: Setup) -> dict[str, str]:

@@ -54,7 +54,8 @@ def outcome(key: str, defense: str) -> str:
 def reason(text: str) -> str:
     """Return why a method was refused, out of the message: without the names of method and defense, and the remedy."""
     inside = re.search(
-        r"cannot be trained under (?:(?:dp-sgd|soteria|mixup) \((.*)\)|.* alone: (.*))\. Choose another method", text
+        r"cannot be trained under (?:(?:dp-sgd|soteria|precode|mixup) \((.*)\)|.* alone: (.*))\. Choose another method",
+        text,
     )
     assert inside is not None, text
     return inside[1] or inside[2]

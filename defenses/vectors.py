@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from pflsec.core.change import change
+from pflsec.core.change import change, moved
 from pflsec.core.items import Items
 
 
@@ -29,6 +29,12 @@ def shortened(items: Mapping[str, Tensor], bound: float) -> Items:
     if float(size.detach()) <= bound:
         return dict(items)
     return {k: v * (bound / size).to(v.dtype) for k, v in items.items()}
+
+
+def clipped(message: Items, reference: Items, bound: float) -> Items:
+    """Return a message with its change from the reference shortened to the bound; the message itself where that is within it."""
+    step = change(message, reference)
+    return message if float(length(step)) <= bound else moved(message, reference, shortened(step, bound))
 
 
 def noised(message: Items, reference: Items, size: float, relative: bool, draw: Callable[[Tensor], Tensor]) -> Items:

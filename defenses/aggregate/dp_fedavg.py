@@ -16,12 +16,11 @@ from typing import Literal
 import torch
 from pydantic import model_validator
 
-from pflsec.core.change import change, moved
 from pflsec.core.config import Config, above, at_least, option
 from pflsec.core.defense import Spend, UserDefense
 from pflsec.core.items import Items
 from pflsec.defenses import accounting
-from pflsec.defenses.vectors import length, shortened
+from pflsec.defenses.vectors import clipped, shortened
 
 
 class DPFedAvgConfig(Config):
@@ -87,10 +86,7 @@ class DPFedAvg(UserDefense[DPFedAvgConfig]):
         return "none: cohorts of one size are accounted as if they were drawn by Poisson sampling"
 
     def protect(self, message: Items, reference: Items, rng: torch.Generator) -> Items:
-        step = change(message, reference)
-        if float(length(step)) <= self.cfg.bound:
-            return message
-        return moved(message, reference, shortened(step, self.cfg.bound))
+        return clipped(message, reference, self.cfg.bound)
 
     def combine(self, changes: Mapping[int, Items], expected: float, rng: torch.Generator) -> Items:
         """Return (sum of the changes + N(0, (sigma bound)^2)) / the expected size of a cohort.

@@ -11,11 +11,10 @@ Limits   A bound above the change's norm: the identity, bit for bit. All vectors
 
 import torch
 
-from pflsec.core.change import change, moved
 from pflsec.core.config import Config, above
 from pflsec.core.defense import Coding, Defense
 from pflsec.core.items import Items
-from pflsec.defenses.vectors import length, shortened
+from pflsec.defenses.vectors import clipped, shortened
 
 
 class ClipConfig(Config):
@@ -27,10 +26,7 @@ class Clip(Defense[ClipConfig]):
     Config = ClipConfig
 
     def protect(self, message: Items, reference: Items, rng: torch.Generator) -> Items:
-        step = change(message, reference)
-        if float(length(step)) <= self.cfg.bound:
-            return message
-        return moved(message, reference, shortened(step, self.cfg.bound))
+        return clipped(message, reference, self.cfg.bound)
 
     def coding(self, before: Coding) -> Coding:
         return Coding(sparse=before.sparse)

@@ -121,11 +121,10 @@ def _interrupted() -> int:
 
 
 def _finish(code: int) -> int:
-    if __name__ == "__main__" or sys.argv[0].endswith("pflsec"):
-        sys.stdout.flush()
-        sys.exit(code)
+    """Return the exit code once all output is out: a reader that has gone away shows here, not in a message at the exit."""
+    sys.stdout.flush()
     return code
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,5 +1,6 @@
 """What an attack found, on the terminal."""
 
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +67,7 @@ def _print_summary(scores: Any) -> None:
     for one in scores:
         table = one.table
         invalid = table["attack_valid"].eq(False).fillna(False)
-        table.loc[invalid, ["psnr_capped", "ssim", "excess_psnr", "identified"]] = float(
-            "nan"
-        )  # they stand in no number
+        table.loc[invalid, ["psnr_capped", "ssim", "excess_psnr", "identified"]] = nan  # they stand in no number
         ended = table["status"].where(~invalid, table["status"] + ", not valid")
         for (attack_name, status), group in table.groupby(["attack", ended]):
             median = {c: group[c].median() for c in ("psnr_capped", "ssim", "excess_psnr")}

@@ -62,12 +62,12 @@ def find(group: str, name: str) -> str:
     """
     if _from_file(group, name):
         return str(methodfile.locate(name))
-    wanted = _normal(name)
+    wanted = plain(name)
     for key in _entries(group):
-        if _normal(key) == wanted:
+        if plain(key) == wanted:
             return key
     for key in _entries(group) if group == "attacks" else ():
-        if wanted in (_normal(alias) for alias in card(group, key).attributes.get("aliases", ())):
+        if wanted in (plain(alias) for alias in card(group, key).attributes.get("aliases", ())):
             return key
     raise ConfigError(unknown(group.removesuffix("s"), name, _entries(group)))
 
@@ -148,7 +148,8 @@ def _tree(module: str) -> ast.Module | None:
     return ast.parse(Path(spec.origin).read_text(encoding="utf8"))
 
 
-def _normal(name: str) -> str:
+def plain(name: str) -> str:
+    """Return a name as names are compared: without case, dashes and underscores."""
     return "".join(c for c in name.lower() if c.isalnum())
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from pflsec.core.errors import DataError, PflsecWarning, unknown
+from pflsec.core.registry import plain
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -342,7 +343,7 @@ def load(spec: str, download: bool = False) -> Dataset:
     """
     name, _, argument = spec.partition(":")
     known = {entry.name: entry for entry in entry_points(group=GROUP)}
-    entry = next((e for key, e in known.items() if _plain(key) == _plain(name)), None)
+    entry = next((e for key, e in known.items() if plain(key) == plain(name)), None)
     if entry is None:
         raise DataError(unknown("dataset", name, known))
     try:
@@ -360,7 +361,3 @@ def load(spec: str, download: bool = False) -> Dataset:
     if not isinstance(dataset, Dataset):
         raise DataError(f"dataset '{name}' ({entry.value}) returned a {type(dataset).__name__}, not a Dataset.")
     return dataset
-
-
-def _plain(name: str) -> str:
-    return "".join(letter for letter in name.lower() if letter.isalnum())

@@ -120,7 +120,8 @@ class AttackSession:
         self.headers = {name: store.header(name) for name in self.captures}
         if self.pool is not None:
             for name, header in self.headers.items():
-                check_pool(self.pool, self.vault.check(name, self.spec, header["batch"], private))
+                sent = {item["name"]: torch.Size(item["shape"]) for item in header["items"]["up"]}
+                check_pool(self.pool, self.vault.check(name, self.spec, header["batch"], private, sent))
         self.groups = groups(config.threat, self.headers)
         self._drawn: dict[str, membership.Candidates | None] = {}
 
@@ -232,7 +233,7 @@ class AttackSession:
             labels=truth.y if Knows.LABELS in knows else None,
             state=truth.state if Knows.PRIVATE in knows else None,
             counts=torch.bincount(truth.y, minlength=self.spec.classes) if Knows.LABEL_HIST in knows else None,
-            own=Client(truth.x, truth.y, truth.state) if acts(name) else None,
+            own=Client(truth.x, truth.y, truth.state, truth.unsent) if acts(name) else None,
             doubt=why if valid is False else "",
         )
 

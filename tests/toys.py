@@ -15,6 +15,7 @@ from pflsec.config.train import TrainConfig
 from pflsec.core import registry
 from pflsec.core.algorithm import Algorithm
 from pflsec.core.buffers import LocalBuffers
+from pflsec.core.change import increments
 from pflsec.core.config import build
 from pflsec.core.defense import Defense
 from pflsec.core.items import Items
@@ -28,7 +29,7 @@ from pflsec.runtime.executor import learning_rate
 from pflsec.runtime.rounds import Federated
 from pflsec.runtime.setup import Setup, prepare
 from pflsec.training.local import Driver, LocalWork, Training
-from pflsec.wire.channel import Channel, Ledger
+from pflsec.wire.channel import Channel, Ledger, Sent
 
 SHAPE, CLASSES = (1, 4, 4), 3
 TRAIN = (5, 8, 3, 8)
@@ -133,11 +134,10 @@ class Recorder(Channel):
         self.log["down", t, client] = super().send_down(message, t, client, ledger)
         return self.log["down", t, client]
 
-    def send_up(
-        self, message: Items, reference: Items, t: int, client: int, ledger: Ledger | None = None, probe: str = ""
-    ) -> Items:
-        self.log["up", t, client] = super().send_up(message, reference, t, client, ledger, probe)
-        return self.log["up", t, client]
+    def send_up(self, message: Items, reference: Items, t: int, client: int, *rest: Any, **more: Any) -> Sent:
+        sent = super().send_up(message, reference, t, client, *rest, **more)
+        self.log["up", t, client] = sent.up
+        return sent
 
 
 def method(kind: Method, net: Network | None = None, clients: int = 4, **settings: Any) -> Algorithm[Any]:
@@ -170,7 +170,7 @@ def setup(
     algorithm = method(kind, net or lengthened(tiny(), made.defenses), made.federation.clients, **(settings or {}))
     if made.config.buffers == "local" and algorithm.net.buffers:
         algorithm = LocalBuffers(algorithm)
-    channel = Recorder(algorithm.contract, [*made.defenses, *defenses], made.config.seed)
+    channel = Recorder(algorithm.contract, [*made.defenses, *defenses], made.config.seed, increments(algorithm))
     federation = Typed(**vars(made.federation), dtype=torch.get_default_dtype())
     return replace(made, federation=federation, net=algorithm.net, algorithm=algorithm, channel=channel)
 

@@ -1,13 +1,16 @@
 """Pruning: only the largest coordinates of a client's change are sent, the others stay where they were.
 
-Source   Lin et al., ICLR 2018, arXiv 1712.01887 (top-k); Zhu et al., NeurIPS 2019, arXiv 1906.08935, section 5.2.
+Source   Lin et al., ICLR 2018, arXiv 1712.01887 (top-k); Zhu et al., NeurIPS 2019, arXiv 1906.08935, section 5.2. Feedback:
+         Stich et al., NeurIPS 2018, arXiv 1809.07599, Algorithm 1; Karimireddy et al., ICML 2019, arXiv 1901.09847.
 Seam     uplink
 Claims   none. A sparse change leaks what its coordinates say.
 Knob     keep
-Limits   keep = 1: the identity, bit for bit. Counts, label sets, masks and scalars go out as they are. No error feedback:
-         what is not sent is lost, since keeping it would be a hidden state of the client that no capture could hold. Bytes
-         on the wire: value and place of each coordinate that is sent, or a mask, if that is shorter. An attacker who knows
-         of it compares the coordinates that were sent, and no others.
+Limits   keep = 1: the identity, bit for bit. Counts, label sets, masks and scalars go out as they are. What is not sent is
+         lost; with feedback the client keeps it, e <- change + e - sent, and adds it to its next change, so that it leaks
+         later: deltas, gradients, control variates, and weights that come down in every round and are trained from there.
+         An upload that is lost, or comes from a client that is dropped, leaves e as it was before. An attacker does not know
+         e; the vault holds it. Bytes on the wire: value and place of each coordinate that is sent, or a mask, if that is
+         shorter. An attacker who knows of it compares the coordinates that were sent, and no others.
 """
 
 import math
@@ -27,6 +30,9 @@ class PruneConfig(Config):
     keep: float = between(1e-6, 1.0, default=0.1, about="share of the coordinates that are sent; at least one is")
     scope: Literal["message", "item"] = option(
         default="message", about="message: the largest of all coordinates together; item: of each item by itself"
+    )
+    feedback: bool = option(
+        default=False, about="error feedback: what is left out of a change is added to the client's next one"
     )
 
 

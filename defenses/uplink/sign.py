@@ -3,18 +3,19 @@
 Source   Bernstein et al., ICML 2018, arXiv 1802.04434; the mean size as in Karimireddy et al., ICML 2019, arXiv 1901.09847.
 Seam     uplink
 Claims   none. One bit of every coordinate is still many bits.
-Knob     none
+Knob     feedback
 Limits   A change of one size in all coordinates of an item: the identity up to rounding. Prototypes, logits and statistics
          like weights; counts, label sets, masks and scalars go out as they are. Uploads are averaged by the method, without
-         a majority vote and without error feedback, which would be a hidden state of the client. Bytes on the wire:
-         a bit a coordinate, and the size. An attacker who knows of it sends its guess through a smooth sign.
+         a majority vote. With feedback the client adds to its next change what the signs have left out of this one, as
+         prune does. Bytes on the wire: a bit a coordinate, and the size. An attacker who knows of it sends its guess through
+         a smooth sign, and does not know what was added.
 """
 
 import torch
 from torch import Tensor
 
 from pflsec.core.change import change, moved
-from pflsec.core.config import Config
+from pflsec.core.config import Config, option
 from pflsec.core.defense import Coding, Defense
 from pflsec.core.items import Items
 
@@ -24,7 +25,9 @@ SCALE = 32  # bits of an item's mean size
 
 
 class SignConfig(Config):
-    """No settings."""
+    feedback: bool = option(
+        default=False, about="error feedback: what is left out of a change is added to the client's next one"
+    )
 
 
 class Sign(Defense[SignConfig]):

@@ -143,6 +143,11 @@ class Algorithm(Generic[C]):
         """Return the parameters at which the local work that is sent begins. Not every method begins at the downlink."""
         return down
 
+    @property
+    def starts_at_downlink(self) -> bool:
+        """Whether the local work that is sent begins at what comes down, whatever the client has kept."""
+        return type(self).start is Algorithm.start
+
     def change(self, state: Items, down: Items, up: Items, lr: float, steps: int) -> Items:
         """Return what an upload says about the data, by parameter name where it can be: the mean gradient that the
         weights or deltas amount to, by how much running statistics moved, and other float items (prototypes) as they are."""

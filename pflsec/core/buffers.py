@@ -88,6 +88,10 @@ class LocalBuffers(Algorithm[Any]):
     def start(self, state: Items, down: Items) -> Items:
         return self._bare(self.inner.start(*self._inside(state, down)))
 
+    @property
+    def starts_at_downlink(self) -> bool:
+        return self.inner.starts_at_downlink
+
     def change(self, state: Items, down: Items, up: Items, lr: float, steps: int) -> Items:
         inner, received = self._inside(state, down)
         return self._bare(self.inner.change(inner, received, self._completed(up, received), lr, steps))

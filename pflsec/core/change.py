@@ -16,6 +16,7 @@ from pflsec.core.contract import Contract, kind_of
 from pflsec.core.items import Items
 
 FROM_ZERO = ("weights-delta", "gradient", "control variate", "prototypes", "logits", "statistics", "generator")
+DELTAS = ("weights-delta", "gradient", "control variate")  # without a shape: of the network's parameters
 UNTOUCHED = ("counts", "label set", "mask", "scalar")
 
 
@@ -47,6 +48,20 @@ def change(message: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> It
 def moved(message: Items, reference: Items, by: Mapping[str, Tensor]) -> Items:
     """Return the message with these changes in place of its own."""
     return message | {name: reference[name] + step for name, step in by.items()}
+
+
+def increments(algorithm: Algorithm[Any]) -> frozenset[str]:
+    """Return the items of an upload whose change is this round's work alone, so that changes of several rounds add up: deltas,
+    gradients and control variates of the network's parameters; and weights that are always sent down, where work begins there.
+
+    What a client trains further itself (start is its own) is in its next message anyway, and means (prototypes, logits,
+    statistics) are made anew.
+    """
+    contract, begun = algorithm.contract, set[str]()
+    if algorithm.starts_at_downlink:
+        begun = {name for key in contract.down if not key.endswith("?") for name in contract.names(key)}
+    declared = contract.items("up")
+    return frozenset(n for n, text in declared.items() if text in DELTAS or (kind_of(text) == "weights" and n in begun))
 
 
 def untouched(contract: Contract) -> list[str]:

@@ -90,6 +90,11 @@ class Defense(Generic[C]):
     def __init__(self, cfg: C):
         self.cfg = cfg
 
+    @property
+    def feedback(self) -> bool:
+        """Whether a client adds to its next message what this defense has left out of the last one (error feedback)."""
+        return getattr(self.cfg, "feedback", False)
+
     def protect(self, message: Items, reference: Items, rng: torch.Generator) -> Items:
         """Return the protected message. `reference` holds what each item counts from (pflsec.core.change); items that it
         lacks are left as they are."""

@@ -15,7 +15,8 @@ class VaultWriter:
     """Writes what the attacker must not see into `folder`, beside the captures.
 
     <capture>.safetensors   x [B, C, H, W] as the network saw it (normalised), or tokens [B, T], y [B], dataset_index [B],
-                            state.* (the client's private items before its local work)
+                            state.* (the client's private items before its local work); under defenses of the wire up.* (the
+                            upload before they acted), unsent.<defense>.* (what they had left out of earlier ones)
     <capture>.json          replay_residual: relative distance of the replayed from the captured uplink, at the truth;
                             mixed_residual: of the replay on the mixed batch of the first step, under a defense that mixes
     <capture>.mixed.safetensors  under a defense that mixes images, what every step trained on: x [N, C, H, W] as the network saw
@@ -31,9 +32,20 @@ class VaultWriter:
     def __init__(self, folder: Path):
         self.folder = folder
 
-    def victim(self, capture: str, x: Tensor, y: Tensor, index: Tensor, state: Items, facts: Mapping[str, Any]) -> None:
-        """Store one victim batch under its capture's id."""
+    def victim(
+        self,
+        capture: str,
+        x: Tensor,
+        y: Tensor,
+        index: Tensor,
+        state: Items,
+        facts: Mapping[str, Any],
+        up: Items | None = None,
+        unsent: Items | None = None,
+    ) -> None:
+        """Store one victim batch under its capture's id, with what the client did not show."""
         items = {"x": x, "y": y, "dataset_index": index} | prefixed("state", state)
+        items |= prefixed("up", up or {}) | prefixed("unsent", unsent or {})
         write_items(self.folder / f"{capture}.safetensors", items)
         write_json(self.folder / f"{capture}.json", facts)
 

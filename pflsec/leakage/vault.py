@@ -1,7 +1,7 @@
 """The vault's reader: the victims' true data and the pool of candidates. Nothing else opens the vault."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,9 @@ class Truth:
     state holds the client's private items before its local work; replay_residual is the relative distance of
     the replayed from the captured uplink, at the truth, or None when it was not measured; mixed_residual that of
     the replay on the mixed batch of the first step, under a defense that mixes images.
+
+    Under defenses of the wire, up holds the upload before they acted, and unsent, by `<defense>.<item>`, what they had left out
+    of earlier ones and would add to this one. Both are empty without such defenses, and in runs of earlier versions.
     """
 
     x: Tensor
@@ -32,6 +35,8 @@ class Truth:
     state: Items
     replay_residual: float | None
     mixed_residual: float | None = None
+    up: Items = field(default_factory=dict)
+    unsent: Items = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,25 +122,40 @@ class Vault:
         facts = self.folder / f"{name}.json"
         checks = read_json(facts, f"the replay check of capture {name}")
         residuals = (_residual(checks, key, facts) for key in ("replay_residual", "mixed_residual"))
-        return Truth(x, y, index, without_prefix("state", items), *residuals)
+        state, up, unsent = (without_prefix(name, items) for name in ("state", "up", "unsent"))
+        return Truth(x, y, index, state, *residuals, up, unsent)
 
-    def check(self, capture_id: str, spec: InputSpec, batch: int, private: Mapping[str, torch.Size]) -> Truth:
+    def check(
+        self,
+        capture_id: str,
+        spec: InputSpec,
+        batch: int,
+        private: Mapping[str, torch.Size],
+        sent: Mapping[str, torch.Size],
+    ) -> Truth:
         """Return one capture's victim batch; RunError unless it is one of the run's.
 
-        spec, batch  the network's inputs, and the number of images      private  shapes of the client's private items
+        spec, batch    the network's inputs, and the number of images
+        private, sent  shapes of the client's private items, and of its upload's
         """
         truth, path = self.truth(capture_id), self.folder / f"{capture_id}.safetensors"
         if truth.x.shape != (batch, *spec.shape):
             raise _damaged(path, f"'x' is {list(truth.x.shape)}; the capture is of {[batch, *spec.shape]}")
         if not bool(((truth.y >= 0) & (truth.y < spec.classes)).all()):
             raise _damaged(path, f"'y' holds {truth.y.tolist()}; labels lie in 0 to {spec.classes - 1}")
-        if {k: v.shape for k, v in truth.state.items()} != private:
-            odd = sorted(
-                k for k in {*truth.state, *private} if k not in truth.state or private.get(k) != truth.state[k].shape
-            )
-            raise _damaged(path, f"the client's private items are not those of the method (first: '{odd[0]}')")
-        if bad := first_nonfinite(truth.state):
-            raise _damaged(path, f"'state.{bad}' holds a NaN or an infinity")
+        if odd := _unlike({k: v.shape for k, v in truth.state.items()}, private):
+            raise _damaged(path, f"the client's private items are not those of the method (first: '{odd}')")
+        if truth.up and (odd := _unlike({k: v.shape for k, v in truth.up.items()}, sent)):
+            raise _damaged(path, f"the upload before its defenses is not like the one after them (first: '{odd}')")
+        for name, value in truth.unsent.items():
+            shape = sent.get(name.partition(".")[2], value.shape)  # an item may be left out of one upload, and wait
+            if value.shape != shape:
+                raise _damaged(
+                    path, f"'unsent.{name}' is {list(value.shape)}; that item of the upload is {list(shape)}"
+                )
+        for part in ("state", "up", "unsent"):
+            if bad := first_nonfinite(getattr(truth, part)):
+                raise _damaged(path, f"'{part}.{bad}' holds a NaN or an infinity")
         return truth
 
     def mixtures(self, capture_id: str, spec: InputSpec) -> Mixtures | None:
@@ -189,6 +209,11 @@ class Vault:
         x = _inputs(items, "N", path)
         y, index, client = (_integers(items, name, x.shape[0], path) for name in ("y", "dataset_index", "client"))
         return Outsiders(x, y, index, client)
+
+
+def _unlike(found: Mapping[str, torch.Size], wanted: Mapping[str, torch.Size]) -> str | None:
+    """Return the first name whose shape is another, or that only one of the two has; None where they are alike."""
+    return min((k for k in {*found, *wanted} if found.get(k) != wanted.get(k)), default=None)
 
 
 def _damaged(path: Path, why: str) -> RunError:

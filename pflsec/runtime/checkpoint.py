@@ -25,11 +25,13 @@ KEPT = 2
 
 @dataclass
 class State:
-    """What changes in a run. `t` is the next round to play; `facts` holds plain numbers (privacy accounts, ...)."""
+    """What changes in a run. `t` is the next round to play; `unsent` holds what the defenses of each client have kept back of its
+    uploads; `facts` holds plain numbers (privacy accounts, ...)."""
 
     t: int
     server: Items
     states: dict[int, Items]
+    unsent: dict[int, Items]
     memories: dict[int, Items]
     last_trained: dict[int, int]
     facts: dict[str, Any]
@@ -38,7 +40,7 @@ class State:
 def save(folder: RunFolder, state: State) -> None:
     """Write a checkpoint and delete those before the newest two. The header is written last: without it there is none."""
     items = prefixed("server", state.server)
-    for kind, many in (("state", state.states), ("memory", state.memories)):
+    for kind, many in (("state", state.states), ("unsent", state.unsent), ("memory", state.memories)):
         for client, held in many.items():
             items |= prefixed(f"{kind}.{client}", held)
     data = to_bytes(items)
@@ -86,6 +88,7 @@ def _read(path: Path) -> State:
             t=int(header["t"]),
             server=without_prefix("server", items),
             states=_by_client("state", header["clients"], items),
+            unsent=_by_client("unsent", header["clients"], items),
             memories=_by_client("memory", header["watched"], items),
             last_trained={int(c): int(t) for c, t in header["last_trained"].items()},
             facts=dict(header["facts"]),

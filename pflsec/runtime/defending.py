@@ -1,6 +1,6 @@
 """The defenses of a run: made from their texts, and refused where they do not go together or not with the run."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -107,6 +107,16 @@ def _check_together(made: list[Defense[Any]]) -> None:
         first = f", {fed[0]} before all others" if fed else ""
         raise ConfigError(
             f"defenses act in the order of their seams ({', '.join(SEAMS)}){first}; write them so: {right}."
+        )
+
+
+def check_feedback(config: TrainConfig, defenses: Sequence[Defense[Any]], increments: Collection[str]) -> None:
+    """Raise ConfigError where a defense would make good what it has left out of changes that do not add up."""
+    if not increments and (found := next((d for d in defenses if d.feedback), None)):
+        raise ConfigError(
+            f"{found.key} cannot make good what it has left out of the uploads of {config.algo}: no item of them is what one "
+            "round's work adds to the server's (means are made anew, and models of the clients' own hold it already). Use "
+            "feedback=false."
         )
 
 

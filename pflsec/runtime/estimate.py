@@ -63,7 +63,8 @@ def _disk(setup: Setup, down: Items, up: Items, state: Items) -> int:
     victims = rounds * clients * config.victims
     broadcast = type(setup.algorithm).downlink is Algorithm.downlink
     pixels = 4 * setup.federation.dataset.images[0].size
-    per_victim = size_in_bytes(up) + size_in_bytes(state) + pixels * config.victim_batch
+    ups = 2 if setup.channel.uplink else 1  # as they were before the defenses too
+    per_victim = ups * size_in_bytes(up) + size_in_bytes(state) + pixels * config.victim_batch
     pool = (1000 + OUTSIDERS * clients) * pixels if rounds else 0
     downs = size_in_bytes(down) * rounds * (1 if broadcast else clients)
     return victims * per_victim + downs + pool + 200 * config.rounds * config.clients

@@ -113,11 +113,19 @@ class Recorder:
                 record = self._record(now, client, victim, "probe", down, len(rows), len(rows))
                 self._probe(record, rows, now, ledger)
 
-    def updates(self, before: State, downs: Mapping[int, Items], ups: Mapping[int, Items], server: Items) -> None:
+    def updates(
+        self,
+        before: State,
+        downs: Mapping[int, Items],
+        made: Mapping[int, Items],
+        ups: Mapping[int, Items],
+        server: Items,
+    ) -> None:
         """Capture the real uploads of the captured clients that took part, if this round is to be captured.
 
-        before  the run's state when the round began
-        server  the server's items when it ends
+        before     the run's state when the round began
+        made, ups  the uploads before and after the defenses of the wire
+        server     the server's items when it ends
         """
         captured = [c for c in self.clients if c in ups] if before.t in self.rounds else []
         mean = self._averaged(before.t, downs, ups, server) if captured and not self._forwards else None
@@ -131,7 +139,7 @@ class Recorder:
             shown = mean or self._forwarded(before, client, downs[client], ups[client], server)
             record = replace(record, up=ups[client], facts={"cohort": sorted(ups)})
             log = self._fed(Job(before.t, client, before.states[client], downs[client])) if replayed else []
-            self._write(_with_sight(record, shown), rows, before.states[client], seen, log)
+            self._write(_with_sight(record, shown), rows, before, made[client], seen, log)
 
     def _fed(self, job: Job) -> Log:
         """Return what an input defense gave each step of a client's work, which is done once more; nothing without one."""
@@ -210,7 +218,8 @@ class Recorder:
         with naming(setup, f"round {record.round}, client {record.client}"):
             sent = setup.algorithm.local(for_method(ctx), state, record.down).up
         where = record.round, record.client
-        up = setup.channel.send_up(sent, origin(setup.algorithm, state, record.down, sent), *where, probe=record.id)
+        begun, unsent = origin(setup.algorithm, state, record.down, sent), now.unsent[record.client]
+        up = setup.channel.send_up(sent, begun, *where, probe=record.id, unsent=unsent).up
         if self._forwards:
             after = setup.algorithm.aggregate(now.server, {record.client: up})
             shown = self._forwarded(now, record.client, record.down, up, after)
@@ -218,7 +227,7 @@ class Recorder:
             shown = sight.unseen(
                 "a probe has no cohort whose mean another client could see; capture real uploads (--kind update)"
             )
-        self._write(_with_sight(replace(record, up=up), shown), rows, state, distance, log, sent)
+        self._write(_with_sight(replace(record, up=up), shown), rows, now, sent, distance, log)
 
     def _check(self, record: Record, x: Tensor, y: Tensor, state: Items, sent: Items | None = None) -> float:
         """Return how far the replay of the truth is from what was sent, relative.
@@ -240,26 +249,24 @@ class Recorder:
         return distance
 
     def _write(
-        self,
-        record: Record,
-        rows: np.ndarray,
-        state: Items,
-        distance: float | None,
-        log: Log,
-        sent: Items | None = None,
+        self, record: Record, rows: np.ndarray, now: State, made: Items, distance: float | None, log: Log
     ) -> None:
-        """Write a capture and the truth about it.
+        """Write a capture, and the truth about it.
 
-        log, sent  what its steps were given by an input defense, and what local work sent of that, before other defenses
+        now   the run's state before the exchange
+        made  the upload before the defenses of the wire
+        log   what its steps were given by an input defense
         """
         x, y = self._batch(rows)
         facts: dict[str, Any] = {"replay_residual": distance, "dataset_index": [int(r) for r in rows]}
         self.store.write(record)
+        state, unsent = now.states[record.client], now.unsent[record.client]
         if log:
             train = self.setup.federation.shards[record.client].train
             self.vault.mixtures(record.id, stored(log, self._batch(train)[0], train))
-            facts["mixed_residual"] = None if sent is None else self._check_mixed(record, log, state, sent)
-        self.vault.victim(record.id, x, y, torch.as_tensor(rows), state, facts)
+            facts["mixed_residual"] = self._check_mixed(record, log, state, made)
+        up = made if self.setup.channel.uplink else {}
+        self.vault.victim(record.id, x, y, torch.as_tensor(rows), state, facts, up=up, unsent=unsent)
 
     def _check_mixed(self, record: Record, log: Log, state: Items, sent: Items) -> float | None:
         """Return how far the replay on the mixed batch of the first step is from what was sent, relative; None where that step

@@ -29,7 +29,7 @@ Report = Callable[[int, Mapping[str, Any]], None]
 @dataclass(frozen=True)
 class Exchanged:
     """What happened in a round before anything is committed: who was asked, whose upload was lost, who has no budget left,
-    and the messages of the others."""
+    the messages of the others, and what their defenses keep back for the next ones."""
 
     cohort: list[int]
     lost: list[int]
@@ -38,6 +38,7 @@ class Exchanged:
     references: dict[int, Items]
     outcomes: dict[int, Outcome]
     ups: dict[int, Items]
+    unsent: dict[int, Items]
 
 
 class Federated:
@@ -59,6 +60,7 @@ class Federated:
             c: cloned(algorithm.init_client(setup.client_fresh(c), self.server))
             for c in range(setup.federation.clients)
         }
+        self.unsent: dict[int, Items] = {c: {} for c in self.states}
         watched = setup.config.captured_clients() if setup.config.captured_rounds() else []
         self.memories = {c: algorithm.init_client(public, self.server) for c in watched}
         self.last_trained: dict[int, int] = {}
@@ -69,14 +71,14 @@ class Federated:
 
     def state(self) -> State:
         """Return all that changes, for a checkpoint."""
-        return State(self.t, self.server, self.states, self.memories, self.last_trained, self._facts())
+        return State(self.t, self.server, self.states, self.unsent, self.memories, self.last_trained, self._facts())
 
     def restore(self, state: State) -> None:
         """Go on from a checkpoint. Raises RunError when it does not fit this run."""
         if set(state.states) != set(self.states) or set(state.memories) != set(self.memories):
             raise RunError("the checkpoint is of another run: its clients are not those of this one.")
         self.t, self.server, self.states = state.t, state.server, state.states
-        self.memories, self.last_trained = state.memories, state.last_trained
+        self.unsent, self.memories, self.last_trained = state.unsent, state.memories, state.last_trained
         if self.ledger:
             self.ledger.restore(state.facts["privacy"])
         if self.users:
@@ -140,8 +142,10 @@ class Federated:
         outcomes = {c: o for c, o in outcomes.items() if c not in over}  # nothing of their work has left them
         cohort, stopped = [c for c in cohort if c not in over], sorted(stopped + over)
         references = {c: origin(setup.algorithm, self.states[c], downs[c], o.done.up) for c, o in outcomes.items()}
-        ups = {c: setup.channel.send_up(o.done.up, references[c], t, c, wire) for c, o in outcomes.items()}
-        return Exchanged(cohort, sorted(lost), stopped, downs, references, outcomes, ups)
+        send = setup.channel.send_up
+        sent = {c: send(o.done.up, references[c], t, c, wire, unsent=self.unsent[c]) for c, o in outcomes.items()}
+        ups, unsent = ({c: getattr(one, part) for c, one in sent.items()} for part in ("up", "unsent"))
+        return Exchanged(cohort, sorted(lost), stopped, downs, references, outcomes, ups, unsent)
 
     def _asked(self) -> list[int]:
         """Return whom the server asks in this round."""
@@ -195,7 +199,7 @@ class Federated:
         for c, up in played.ups.items():
             if c in self.memories:
                 self.memories[c] = self.setup.algorithm.observe(self.memories[c], played.downs[c], up)
-            self.states[c] = played.outcomes[c].done.state
+            self.states[c], self.unsent[c] = played.outcomes[c].done.state, played.unsent[c]
             if self.ledger:
                 self.ledger.spend(c, played.outcomes[c].spent)
             self.last_trained[c] = self.t
@@ -262,7 +266,7 @@ def play(setup: Setup, folder: RunFolder, report: Report, executor: Executor | N
     recorder = Recorder(setup, CaptureStore(folder.captures), VaultWriter(folder.vault))
     if recorder.kinds & {"update"}:
         federated.on_exchanged = lambda before, played, server: recorder.updates(
-            before, played.downs, played.ups, server
+            before, played.downs, {c: o.done.up for c, o in played.outcomes.items()}, played.ups, server
         )
     with one_thread(), torch.random.fork_rng(devices=[]):
         recorder.write_pool()

@@ -8,6 +8,7 @@ from pflsec.config.train import TrainConfig
 from pflsec.core import registry
 from pflsec.core.algorithm import Algorithm
 from pflsec.core.buffers import LocalBuffers
+from pflsec.core.change import increments
 from pflsec.core.config import build as build_config
 from pflsec.core.defense import Defense, InputDefense, ShapingDefense
 from pflsec.core.errors import ConfigError, UnfitError
@@ -18,7 +19,15 @@ from pflsec.data.federation import Federation
 from pflsec.data.federation import build as build_federation
 from pflsec.models import catalogue
 from pflsec.models.network import Network
-from pflsec.runtime.defending import lengthened, make_defenses, mixing, parse_defense, shaping, without_hidden_captures
+from pflsec.runtime.defending import (
+    check_feedback,
+    lengthened,
+    make_defenses,
+    mixing,
+    parse_defense,
+    shaping,
+    without_hidden_captures,
+)
 from pflsec.wire.channel import Channel
 
 
@@ -81,7 +90,8 @@ def prepare(config: TrainConfig, dataset: Dataset | None = None) -> Setup:
     _check_victims(config, federation)
     defenses = make_defenses(config, algorithm.contract)
     config = without_hidden_captures(config, defenses)
-    channel = Channel(algorithm.contract, defenses, config.seed)
+    check_feedback(config, defenses, added := increments(algorithm))
+    channel = Channel(algorithm.contract, defenses, config.seed, added)
     return Setup(config, federation, net, algorithm, channel, defenses, dataset)
 
 

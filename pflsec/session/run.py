@@ -130,7 +130,8 @@ class AttackSession:
         self.headers = {name: store.header(name) for name in self.captures}
         if self.pool is not None:
             for name, header in self.headers.items():
-                check_pool(self.pool, self.vault.check(name, self.spec, header["batch"], private))
+                sent = {item["name"]: torch.Size(item["shape"]) for item in header["items"]["up"]}
+                check_pool(self.pool, self.vault.check(name, self.spec, header["batch"], private, sent))
                 self._mixtures(name)
         self.groups = groups(config.threat, self.headers)
         self._drawn: dict[str, membership.Candidates | None] = {}
@@ -263,14 +264,14 @@ class AttackSession:
     def _own(self, capture: str, truth: Truth) -> tuple[Client, str]:
         """Return with what a client's work is done again on another downlink, and why that would be no such work, if so."""
         if self.mixing is None:
-            return Client(truth.x, truth.y, truth.state), ""
+            return Client(truth.x, truth.y, truth.state, truth.unsent), ""
         found = self._mixtures(capture)
         places = [] if found is None else [found.of(row) for row in truth.dataset_index.tolist()]
         if found is None or self.headers[capture]["steps"] > 1 or not all(len(some) for some in places):
             why = f"the exchange cannot be done again under {self.mixing.key}: its steps mix anew, or were not stored"
-            return Client(truth.x, truth.y, truth.state), why
+            return Client(truth.x, truth.y, truth.state, truth.unsent), why
         first = torch.stack([some[0] for some in places])
-        return Client(found.x[first], found.y[first], truth.state), ""
+        return Client(found.x[first], found.y[first], truth.state, truth.unsent), ""
 
     def _candidates(self, name: str, capture: str) -> membership.Candidates | None:
         """Return what an attack that judges candidates is asked about: the same for every call; None for other attacks.

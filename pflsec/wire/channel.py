@@ -1,8 +1,9 @@
 """The channel: the one path between client and server. Contract, then defenses, then the ledger and the recorder."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -10,7 +11,7 @@ from pflsec.core.change import change, moved
 from pflsec.core.contract import Contract, Direction, kind_of
 from pflsec.core.defense import AggregateDefense, Coding, Defense
 from pflsec.core.errors import WireError
-from pflsec.core.items import Items, detached, first_nonfinite, size_in_bytes
+from pflsec.core.items import Items, detached, first_nonfinite, prefixed, size_in_bytes, without_prefix
 from pflsec.core.streams import stream
 
 
@@ -36,15 +37,28 @@ class Ledger:
         return sum(self.bytes[direction].values())
 
 
+class Sent(NamedTuple):
+    """What became of a client's message: what the server receives, and what the client keeps for its next one, under the key
+    of the defense that has left it out: `<defense>.<item>`."""
+
+    up: Items
+    unsent: Items
+
+
 class Channel:
     """Carries messages of one run. What comes out is what left the device: captures are taken from it.
 
     Defenses act at three seams: `step` (handed to local training by the runtime), `uplink` and `aggregate` (here).
+
+    increments  items whose changes add up over the rounds, so that error feedback makes sense of them (pflsec.core.change)
     """
 
-    def __init__(self, contract: Contract, defenses: Sequence[Defense] = (), seed: int = 0):
+    def __init__(
+        self, contract: Contract, defenses: Sequence[Defense] = (), seed: int = 0, increments: Collection[str] = ()
+    ):
         self.contract = contract
         self.seed = seed
+        self.increments = increments
         self.at_server = [d for d in defenses if isinstance(d, AggregateDefense)]
         self.uplink = [*(d for d in defenses if d.seam == "uplink"), *self.at_server]
 
@@ -58,18 +72,42 @@ class Channel:
         return self._carry("down", message, t, client, ledger)
 
     def send_up(
-        self, message: Items, reference: Items, t: int, client: int, ledger: Ledger | None = None, probe: str = ""
-    ) -> Items:
-        """Return what the server receives: checked, then defended in order.
+        self,
+        message: Items,
+        reference: Items,
+        t: int,
+        client: int,
+        ledger: Ledger | None = None,
+        probe: str = "",
+        unsent: Items | None = None,
+    ) -> Sent:
+        """Return what the server receives: checked, then defended in order; and what the client's defenses keep back.
 
         reference  what the items count from (pflsec.core.change)
         probe      names a message outside the run, whose defenses draw from streams of their own
+        unsent     what they have kept back before
         """
         self.contract.check("up", message, f"round {t}, client {client}")
+        kept, key = Items(), (t, client, probe) if probe else (t, client)
         for defense in self.uplink:
-            key = (t, client, probe) if probe else (t, client)
-            message = defense.protect(message, reference, stream(self.seed, "defense", defense.key, *key))
-        return self._carry("up", message, t, client, ledger, self._coded(message, reference))
+            rng = stream(self.seed, "defense", defense.key, *key)
+            if defense.feedback:
+                before = without_prefix(defense.key, unsent or {})
+                message, left = self._fed_back(defense, message, reference, before, rng)
+                kept |= prefixed(defense.key, left)
+            else:
+                message = defense.protect(message, reference, rng)
+        return Sent(self._carry("up", message, t, client, ledger, self._coded(message, reference)), detached(kept))
+
+    def _fed_back(
+        self, defense: Defense, message: Items, reference: Items, before: Items, rng: torch.Generator
+    ) -> tuple[Items, Items]:
+        """Return what a defense makes of a message with what it has left out before, and what of all that it leaves out:
+        e <- g + e - sent. Items of which nothing is left are not kept; those that this message lacks wait."""
+        whole = message | {k: message[k] + e for k, e in before.items() if k in message}
+        sent = defense.protect(whole, reference, rng)
+        left = before | {k: whole[k] - sent[k] for k in self.increments if k in whole}
+        return sent, {k: e for k, e in left.items() if e.any()}
 
     def _coded(self, message: Items, reference: Items) -> dict[str, int]:
         """Return the bytes of the items of a defended upload, as its defenses write their change; 0-d ones are not counted."""

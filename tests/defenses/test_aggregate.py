@@ -1,6 +1,7 @@
 """Sums in place of uploads: what the server step is given, noise on it, and the account of whole clients."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,6 @@ from pflsec.core.errors import PrivacyError
 from pflsec.core.items import Items, norm, subtract
 from pflsec.defenses import accounting
 from pflsec.runtime import privacy
-from pflsec.runtime.checkpoint import State
 from pflsec.runtime.defending import parse_defense
 from pflsec.runtime.rounds import Federated
 from tests import toys
@@ -133,7 +133,7 @@ def test_two_runs_with_one_seed_have_different_noise_and_a_resumed_one_has_the_s
         run.advance()
     assert not torch.equal(one.server["head.bias"], other.server["head.bias"])
     state = one.state()
-    saved = State(state.t, state.server, dict(state.states), state.memories, dict(state.last_trained), state.facts)
+    saved = replace(state, states=dict(state.states), last_trained=dict(state.last_trained))
     other.restore(saved)
     again, straight = other.advance()[0], one.advance()[0]
     assert toys.same(one.server, other.server)

@@ -108,7 +108,7 @@ def test_noise_differs_between_rounds_clients_and_probes_and_repeats_itself():
     up, down = {**made.server_first, "num_samples": torch.tensor(1)}, made.server_first
     start = reference(made.algorithm.contract, up, down, {})
     sent = [
-        made.channel.send_up(up, start, *where, probe=probe)["head.bias"]
+        made.channel.send_up(up, start, *where, probe=probe).up["head.bias"]
         for where, probe in [((0, 0), ""), ((0, 1), ""), ((1, 0), ""), ((0, 0), "a"), ((0, 0), "b"), ((0, 0), "")]
     ]
     assert torch.equal(sent[0], sent[-1])

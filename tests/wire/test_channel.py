@@ -77,28 +77,30 @@ def channel(*defenses: Defense[Any], up: dict[str, str] | None = None) -> Channe
 def test_without_defenses_messages_arrive_as_they_are():
     message = {"w": torch.tensor([1.0, 2.0])}
     assert toys.same(channel().send_down(message, 0, 0), message)
-    assert toys.same(channel().send_up(message, message, 0, 0), message)
+    assert toys.same(channel().send_up(message, message, 0, 0).up, message)
 
 
 def test_what_arrives_has_no_graph():
     message = {"w": torch.ones(2, requires_grad=True) * 2}
-    assert not channel().send_up(message, {}, 0, 0)["w"].requires_grad
+    assert not channel().send_up(message, {}, 0, 0).up["w"].requires_grad
 
 
 def test_uplink_defenses_act_in_their_order_on_the_upload_alone():
     """10 relative to 0: shrunk to 1, then noised. The other order would shrink the noise as well."""
     down = {"w": torch.zeros(2)}
-    first = channel(Shrink(Config()), Noise(Config())).send_up({"w": torch.full((2,), 10.0)}, down, 4, 1)
-    noise = channel(Noise(Config())).send_up({"w": torch.zeros(2)}, down, 4, 1)
+    first = channel(Shrink(Config()), Noise(Config())).send_up({"w": torch.full((2,), 10.0)}, down, 4, 1).up
+    noise = channel(Noise(Config())).send_up({"w": torch.zeros(2)}, down, 4, 1).up
     assert torch.allclose(first["w"], 1 + noise["w"])
     assert toys.same(channel(Shrink(Config())).send_down(down, 4, 1), down)
 
 
 def test_a_defenses_noise_is_a_stream_of_its_round_and_client():
     sent = {
-        (t, c): channel(Noise(Config())).send_up({"w": torch.zeros(3)}, {}, t, c)["w"] for t in (0, 1) for c in (0, 1)
+        (t, c): channel(Noise(Config())).send_up({"w": torch.zeros(3)}, {}, t, c).up["w"]
+        for t in (0, 1)
+        for c in (0, 1)
     }
-    assert torch.equal(sent[0, 0], channel(Noise(Config())).send_up({"w": torch.zeros(3)}, {}, 0, 0)["w"])
+    assert torch.equal(sent[0, 0], channel(Noise(Config())).send_up({"w": torch.zeros(3)}, {}, 0, 0).up["w"])
     assert len({tuple(v.tolist()) for v in sent.values()}) == 4
 
 
@@ -108,7 +110,7 @@ def test_the_aggregate_seam_acts_on_what_the_server_step_is_given_alone():
     ups, starts = ({c: {"w": torch.tensor([v])} for c, v in enumerate(values)} for values in ((4.0, 9.0), (2.0, 3.0)))
     given = defended.gather(ups, starts, 2, draws)
     assert {c: up["w"].tolist() for c, up in given.items()} == {0: [3.0], 1: [4.0]}
-    assert defended.send_up(ups[0], starts[0], 0, 0)["w"].tolist() == [4.0]
+    assert defended.send_up(ups[0], starts[0], 0, 0).up["w"].tolist() == [4.0]
     assert channel().gather(ups, starts, 2, draws) == ups
 
 

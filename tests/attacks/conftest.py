@@ -1,4 +1,4 @@
-"""A small run to attack, trained once."""
+"""A small run to attack, trained once; no galleries of what attacks find."""
 
 import shutil
 from pathlib import Path
@@ -6,7 +6,14 @@ from pathlib import Path
 import pytest
 
 from pflsec import api
+from pflsec.reports import figures
 from tests import toys
+
+
+@pytest.fixture(autouse=True)
+def _no_galleries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take longer than all the rest; the tests of reports draw some."""
+    monkeypatch.setattr(figures, "write_gallery", lambda path, attack: None)
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,6 @@ from pflsec.config.attack import AttackConfig, make_attacks
 from pflsec.core import registry
 from pflsec.core.config import build
 from pflsec.core.errors import ConfigError, KnowledgeError, PflsecError
-from pflsec.reports import figures
 
 OURS = {
     "broken": "tests.attacks.others:Broken",
@@ -27,7 +26,6 @@ QUICK: dict[str, Any] = {"iterations": 2, "lpips": "none", "clients": [1]}
 
 @pytest.fixture(autouse=True)
 def _these(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(figures, "write_gallery", lambda path, attack: None)
     real = registry._entries
     entries = {name: EntryPoint(name, value, "pflsec.attacks") for name, value in OURS.items()}
     monkeypatch.setattr(registry, "_entries", lambda group: entries if group == "attacks" else real(group))

@@ -14,7 +14,6 @@ from pflsec.attacks.problem import Problem
 from pflsec.core.errors import Inconclusive
 from pflsec.leakage.controls import verdict
 from pflsec.leakage.results import COLUMNS
-from pflsec.reports import figures
 from pflsec.runtime import attacking
 from pflsec.runtime.controls import Control, plain_exchange, shuffled
 from pflsec.runtime.replay import capture, conclusive, rounding
@@ -22,11 +21,6 @@ from tests import toys
 from tests.attacks.victims import Victim, attack, victim
 
 SMALL: dict[str, Any] = {"lpips": "none", "executor": "serial", "clients": [1]}
-
-
-@pytest.fixture(autouse=True)
-def _no_galleries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(figures, "write_gallery", lambda path, attack: None)
 
 
 def attacked(run: api.Run, name: str = "ig", **options: Any) -> tuple[dict[str, Any], list[dict[str, str]]]:

@@ -17,18 +17,12 @@ from pflsec.core.tensors import read_items
 from pflsec.data.datasets import from_arrays
 from pflsec.leakage import membership
 from pflsec.leakage.results import COLUMNS
-from pflsec.reports import figures
 from pflsec.wire.capture import Capture
 from tests import toys
 from tests.attacks.test_controls import shuffled
 from tests.attacks.victims import Victim, attack, victim
 
 CLIENTS, TRAIN, TEST = 6, 12, 12
-
-
-@pytest.fixture(autouse=True)
-def _no_galleries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(figures, "write_gallery", lambda path, attack: None)
 
 
 def noise():

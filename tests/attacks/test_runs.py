@@ -17,7 +17,6 @@ from pflsec.core.errors import KnowledgeError, PflsecError, RunError
 from pflsec.core.tensors import read_items, write_items
 from pflsec.leakage import vault
 from pflsec.leakage.results import COLUMNS, REPLAY_TOLERANCE, validity
-from pflsec.reports import figures
 from pflsec.runtime import attacking, replay
 from pflsec.runtime.folder import RunFolder
 from pflsec.runtime.setup import rebuild
@@ -26,12 +25,6 @@ from tests import toys
 
 SMALL: dict[str, Any] = {"iterations": 25, "lpips": "none", "controls": False}
 CAPTURES = ["r001-c01-v0-probe", "r001-c01-v1-probe", "r001-c03-v0-probe", "r001-c03-v1-probe"]
-
-
-@pytest.fixture(autouse=True)
-def _no_galleries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are drawn from what is read here, and take longer than all the rest."""
-    monkeypatch.setattr(figures, "write_gallery", lambda path, attack: None)
 
 
 def attacked(run: api.Run, name: str = "ig", **options: Any) -> api.Scores:

@@ -16,7 +16,6 @@ from pflsec.core.errors import NotApplicable
 from pflsec.core.tensors import read_items
 from pflsec.data.datasets import Dataset, load
 from pflsec.leakage.texts import assign, bag
-from pflsec.reports import figures
 from tests import toys
 from tests.attacks.test_controls import noisy, shuffled
 from tests.attacks.victims import Victim, attack, victim
@@ -162,8 +161,7 @@ def test_the_replay_of_the_true_tokens_is_what_was_sent():
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> api.Run:
-    monkeypatch.setattr(figures, "write_gallery", lambda path, attack: None)
+def run(tmp_path: Path) -> api.Run:
     return api.train(dataset=DATA, partition="natural", test="given", rounds=1, capture_clients="1,3", victims=2,
                      capture_rounds="0", runs_dir=tmp_path, name="texts")  # fmt: skip
 

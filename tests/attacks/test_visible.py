@@ -12,19 +12,13 @@ from pflsec import api
 from pflsec.attacks import label_rules
 from pflsec.cli.app import main
 from pflsec.core.errors import ConfigError, NotApplicable
-from pflsec.reports import figures
 from pflsec.runtime.replay import capture
 from pflsec.wire.capture import Capture
 from tests import toys
 from tests.attacks.victims import Victim, attack, victim
 
 FIRST, LAST = "body.fc1.*", "head.*"
-QUICK: dict[str, Any] = {"lpips": "none", "clients": [1]}
-
-
-@pytest.fixture(autouse=True)
-def _no_galleries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(figures, "write_gallery", lambda path, attack: None)
+QUICK: dict[str, Any] = {"lpips": "none", "clients": [1], "controls": False}
 
 
 def limited(made: Victim, *visible: str, history: bool = True, **given: Any) -> Capture:

@@ -19,12 +19,16 @@ from tests.audit.methods import COUPLED, FAST, FEDAVG, LATE, RAW, SMALL, UNDECLA
 DP = "dp-sgd:noise_multiplier=1"
 
 
+def without_control_and_pictures(patch: pytest.MonkeyPatch) -> None:
+    """Pictures take longer than all the rest."""
+    patch.setattr(plan, "CONTROL", "no such method")
+    patch.setattr(figures, "write_gallery", lambda path, attack: None)
+    patch.setattr(folder, "write_page", lambda paths, out, verdict: None)
+
+
 @pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch):
-    """Draw no pictures, which take longer than all the rest, and leave the control out."""
-    monkeypatch.setattr(plan, "CONTROL", "no such method")
-    monkeypatch.setattr(figures, "write_gallery", lambda path, attack: None)
-    monkeypatch.setattr(folder, "write_page", lambda paths, out, verdict: None)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_control_and_pictures(monkeypatch)
 
 
 def audit(tmp_path: Path, method: str, run: bool = True, **options: Any) -> Audit:
@@ -131,8 +135,16 @@ def test_a_method_that_raises_on_the_server_is_blamed_and_not_we(tmp_path: Path)
     assert "the method's aggregate" in made.record["verdict"]["failed"]["fedavg-none-s0"]
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Audit:
+    """An audit that nothing has interrupted, to compare with."""
+    with pytest.MonkeyPatch.context() as patch:
+        without_control_and_pictures(patch)
+        return audit(tmp_path_factory.mktemp("whole"), "fedrep")
+
+
 @pytest.mark.parametrize("after", [1, 3])
-def test_an_interrupted_audit_goes_on_where_it_was(tmp_path: Path, after: int):
+def test_an_interrupted_audit_goes_on_where_it_was(tmp_path: Path, whole: Audit, after: int):
     """After 1 step of 2 rounds and 6 victims it is in the training of the first cell, after 3 in its attack."""
     seen: list[int] = []
 
@@ -141,7 +153,6 @@ def test_an_interrupted_audit_goes_on_where_it_was(tmp_path: Path, after: int):
         if len(seen) == after:
             raise KeyboardInterrupt
 
-    whole = audit(tmp_path / "whole", "fedrep")
     made = audit(tmp_path, "fedrep", run=False)
     with pytest.raises(KeyboardInterrupt):
         made.run(How(on_step=stop))

@@ -8,8 +8,18 @@ import pytest
 from pflsec import api
 from pflsec.core.files import read_json
 from pflsec.core.items import norm, subtract
+from pflsec.reports import figures
 from pflsec.wire.store import CaptureStore
 from tests import toys
+
+QUICK: dict[str, Any] = {
+    "iterations": 2, "restarts": 1, "settings": {"rescue": 0}, "controls": False, "lpips": "none",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _no_galleries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(figures, "write_gallery", lambda path, attack: None)
 
 
 def trained(folder: Path, *defense: str, **options: Any) -> api.Run:
@@ -23,7 +33,7 @@ def trained(folder: Path, *defense: str, **options: Any) -> api.Run:
 def test_an_attack_adapts_unless_it_is_naive_and_says_so(tmp_path: Path):
     run = trained(tmp_path, "prune:keep=0.3", capture_rounds="first")
     for naive in (False, True):
-        scores = api.attack(run, "dlg", iterations=5, lpips="none", naive=naive)
+        scores = api.attack(run, "dlg", **QUICK, naive=naive)
         assert isinstance(scores, api.Scores)
         assert read_json(scores.path / "attack.json", "attack")["naive"] is naive
         assert list(scores.table["reason"].fillna("").str.contains("naive")) == [naive]
@@ -32,7 +42,7 @@ def test_an_attack_adapts_unless_it_is_naive_and_says_so(tmp_path: Path):
 
 
 def test_without_a_defense_nobody_is_naive(tmp_path: Path):
-    scores = api.attack(trained(tmp_path, capture_rounds="first"), "dlg", iterations=2, lpips="none", naive=True)
+    scores = api.attack(trained(tmp_path, capture_rounds="first"), "dlg", **QUICK, naive=True)
     assert isinstance(scores, api.Scores)
     assert read_json(scores.path / "attack.json", "attack")["naive"] is False
     assert not scores.table["reason"].fillna("").str.contains("naive").any()

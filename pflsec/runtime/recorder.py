@@ -265,7 +265,8 @@ class Recorder:
         if first is None or len(first.x) != record.batch or self.setup.shaping is not None:
             return None
         setup = self.setup
-        found = residual(setup.algorithm, setup.net, record, first.x, first.y, state, sent, setup.config.seed)
+        with naming(setup, f"round {record.round}, client {record.client}"):
+            found = residual(setup.algorithm, setup.net, record, first.x, first.y, state, sent, setup.config.seed)
         return found if np.isfinite(found) else None
 
     def _batch(self, rows: np.ndarray) -> tuple[Tensor, Tensor]:

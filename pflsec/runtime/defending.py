@@ -80,16 +80,7 @@ def _check_together(made: list[Defense[Any]]) -> None:
             f"--defense {shaped[0]} cannot be combined with --defense {private.key}: what it changes in a gradient follows the "
             "raw batch, which the account knows nothing of. Drop one of them."
         )
-    fed = [d.key for d in made if isinstance(d, InputDefense)]
-    if len(fed) > 1:
-        raise ConfigError(
-            f"--defense {fed[0]} and --defense {fed[1]} would both change what every step trains on; choose one of them."
-        )
-    if fed and private is not None:
-        raise ConfigError(
-            f"--defense {fed[0]} cannot be combined with --defense {private.key}: a record that is mixed into others has a share "
-            "in several gradients, so that clipping each of them bounds no record. Drop one of them."
-        )
+    _check_inputs(made, private)
     if (longer := of_kind(made, ModelDefense)) and private is not None:
         raise ConfigError(
             f"--defense {longer.key} cannot be combined with --defense {private.key}: that takes the gradients of all examples "
@@ -104,9 +95,23 @@ def _check_together(made: list[Defense[Any]]) -> None:
     ordered = sorted(made, key=lambda d: (SEAMS.index(d.seam), not isinstance(d, InputDefense)))
     if ordered != made:
         right = " ".join(f"--defense {d.key}" for d in ordered)
-        first = f", {fed[0]} before all others" if fed else ""
+        mixed = ", what mixes inputs before all others" if of_kind(made, InputDefense) else ""
         raise ConfigError(
-            f"defenses act in the order of their seams ({', '.join(SEAMS)}){first}; write them so: {right}."
+            f"defenses act in the order of their seams ({', '.join(SEAMS)}){mixed}; write them so: {right}."
+        )
+
+
+def _check_inputs(made: Sequence[Defense[Any]], private: StepDefense[Any] | None) -> None:
+    """Raise ConfigError where a defense that mixes inputs cannot be combined with another one."""
+    fed = [d.key for d in made if isinstance(d, InputDefense)]
+    if len(fed) > 1:
+        raise ConfigError(
+            f"--defense {fed[0]} and --defense {fed[1]} would both change what every step trains on; choose one of them."
+        )
+    if fed and private is not None:
+        raise ConfigError(
+            f"--defense {fed[0]} cannot be combined with --defense {private.key}: a record that is mixed into others has a share "
+            "in several gradients, so that clipping each of them bounds no record. Drop one of them."
         )
 
 

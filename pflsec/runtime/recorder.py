@@ -276,7 +276,8 @@ class Recorder:
         others = setup.shaping is not None or of_kind(setup.defenses, ModelDefense) is not None
         if first is None or len(first.x) != record.batch or others:
             return None
-        found = residual(setup.algorithm, setup.net, record, first.x, first.y, state, sent, setup.config.seed)
+        with naming(setup, f"round {record.round}, client {record.client}"):
+            found = residual(setup.algorithm, setup.net, record, first.x, first.y, state, sent, setup.config.seed)
         return found if np.isfinite(found) else None
 
     def _batch(self, rows: np.ndarray) -> tuple[Tensor, Tensor]:

@@ -227,7 +227,9 @@ def test_texts_and_defenses_that_do_not_fit_are_refused():
         privacy.check(toys.setup("fedavg", data=data, net=toys.bag(data), model="bag", defense=["mixup"]))
     with pytest.raises(ConfigError, match="mixup cannot be combined with --defense dp-sgd: a record that is mixed"):
         toys.setup("fedavg", defense=["mixup", "dp-sgd:noise_multiplier=1"])
-    with pytest.raises(ConfigError, match="mixup before all others; write them so: --defense mixup --defense soteria"):
+    with pytest.raises(
+        ConfigError, match="mixes inputs before all others; write them so: --defense mixup --defense soteria"
+    ):
         toys.setup("fedavg", defense=["soteria", "mixup"])
     with pytest.raises(ConfigError, match="images"):
         toys.setup("fedavg", defense=["mixup:images=0"])
@@ -280,6 +282,8 @@ def test_the_mixed_image_is_rebuilt_and_the_single_one_is_not():
 
 # --- what the vault holds, and the scores
 
+QUICK: dict[str, Any] = {"lpips": "none", "restarts": 1, "settings": {"rescue": 0}}
+
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> api.Run:
@@ -326,8 +330,8 @@ def test_a_probe_of_one_image_is_mixed_with_the_clients_other_ones(tmp_path: Pat
 def test_labels_that_are_granted_are_those_that_were_trained_with(run: api.Run, tmp_path: Path):
     """At the truth the objective is zero: with any other labels DLG from the same start would not get there."""
     made = trained(tmp_path, "mixup:alpha=50", victim_batch=1)
-    scores = api.attack(made, "dlg", knowledge="wire+labels", iterations=15, lpips="none", controls=False)
-    naive = api.attack(made, "dlg", knowledge="wire+labels", iterations=15, lpips="none", controls=False, naive=True)
+    scores = api.attack(made, "dlg", knowledge="wire+labels", iterations=8, **QUICK, controls=False)
+    naive = api.attack(made, "dlg", knowledge="wire+labels", iterations=8, **QUICK, controls=False, naive=True)
     assert isinstance(scores, api.Scores)
     assert isinstance(naive, api.Scores)
     assert list(scores.table["labels"]) == list(naive.table["labels"]) == ["known"]
@@ -337,7 +341,7 @@ def test_labels_that_are_granted_are_those_that_were_trained_with(run: api.Run, 
 
 def test_the_rows_say_how_well_the_mixed_image_was_rebuilt_and_the_report_too(tmp_path: Path):
     made = trained(tmp_path, "mixup:alpha=50", victim_batch=1)
-    scores = api.attack(made, "dlg", iterations=15, lpips="none")
+    scores = api.attack(made, "dlg", iterations=15, **QUICK)
     assert isinstance(scores, api.Scores)
     assert len(scores.mixed) == 1
     for reason, row in zip(scores.table["reason"], scores.mixed.to_dict("records"), strict=True):
@@ -345,7 +349,7 @@ def test_the_rows_say_how_well_the_mixed_image_was_rebuilt_and_the_report_too(tm
         assert row["psnr_mixed"] > 25
         assert row["psnr_mixed"] > row["psnr_mixed_blind"] + 10
     assert list(scores.table["attack_valid"]) == [True]
-    page = api.report([made], tmp_path / "out").read_text()
+    page = api.report(made, out=tmp_path / "out").read_text()
     assert "rebuilt 1 mixed image at" in page
     assert "a low number there is no privacy: see Mixed images" in page
     assert (tmp_path / "out" / "tables" / "mixed.csv").exists()
@@ -355,7 +359,7 @@ def test_the_rows_say_how_well_the_mixed_image_was_rebuilt_and_the_report_too(tm
 
 def test_an_upload_of_several_steps_says_that_no_one_mixture_meets_it(tmp_path: Path):
     made = trained(tmp_path, victim_steps=3)
-    scores = api.attack(made, "dlg", iterations=2, lpips="none", controls=False)
+    scores = api.attack(made, "dlg", iterations=2, **QUICK, controls=False)
     assert isinstance(scores, api.Scores)
     assert scores.table["reason"].str.contains("the replay of one mixed batch misses what was sent by").all()
     acted = api.attack(made, "imprint", adversary="malicious-server", lpips="none")
@@ -394,12 +398,12 @@ def test_damaged_mixtures_are_one_sentence_before_any_attack(
     write_items(path, new)
     try:
         with pytest.raises(RunError, match="the vault is damaged") as refused:
-            api.attack(run, "dlg", iterations=1, lpips="none")
+            api.attack(run, "dlg", iterations=1, **QUICK)
         assert why in str(refused.value)
         assert "\n" not in str(refused.value)
         path.write_bytes(before[:-30])
         with pytest.raises(RunError, match="what was mixed for capture r000-c01-v0-probe is damaged"):
-            api.attack(run, "dlg", iterations=1, lpips="none")
+            api.attack(run, "dlg", iterations=1, **QUICK)
     finally:
         path.write_bytes(before)
 
@@ -408,7 +412,7 @@ def test_without_the_mixtures_the_row_says_so(tmp_path: Path):
     made = trained(tmp_path)
     for path in (made.path / "vault").glob("*.mixed.safetensors"):
         path.unlink()
-    scores = api.attack(made, "dlg", iterations=1, lpips="none", controls=False)
+    scores = api.attack(made, "dlg", iterations=1, **QUICK, controls=False)
     assert isinstance(scores, api.Scores)
     assert scores.table["reason"].str.contains("what was trained on, mixed images, is not in the vault").all()
     assert not (scores.path / "mixed.csv").exists()

@@ -13,7 +13,8 @@ Limits   E and D are part of the body, `body.precode.*`, and go where it goes. N
          the divergence. Only networks whose head reads a vector, and no dp-sgd. An attacker who knows of it replays the
          divergence and, for one step on one image, the noise as a function of the guess: at the truth that is exact, unless
          the upload is noised too or another pass of the work has noise of its own. Of batches and of several steps the noise
-         stays unknown, and the replay decodes mu.
+         stays unknown: the replay decodes mu, and what noise moves most (E, D, weights of the head) says nothing, as in Scheliga
+         et al. 2022, arXiv 2208.04767; but a head that is sent alone is compared.
 """
 
 from collections.abc import Callable, Iterator
@@ -94,7 +95,8 @@ class Precode(ModelDefense[PrecodeConfig]):
         return Prepared(self.cfg, net, drawn(stream(*key)))
 
     def known(self, net: Net, said: Items, single: bool) -> "Prepared":
-        return Prepared(self.cfg, net, followed(read_code(said) if single else None))
+        found = read_code(said) if single else None
+        return Prepared(self.cfg, net, decoded) if found is None else Prepared(self.cfg, net, followed(found))
 
 
 class Prepared(Precode):
@@ -113,6 +115,20 @@ class Prepared(Precode):
 
         return loss
 
+    def adapt(self, guess: Items, seen: Items) -> Items:
+        """Where the noise is unknown, take what it has moved most as it was sent: all but what lies in front, and the bias that
+        tells labels."""
+        if self.sample is not decoded:
+            return guess
+        left = {k: v for k, v in guess.items() if not _noisy(k)}
+        return guess | {k: seen[k].to(v.dtype) for k, v in guess.items() if left and k not in left and k in seen}
+
+
+def _noisy(name: str) -> bool:
+    """Return whether an item is the bottleneck's, or a weight behind it."""
+    words = name.split(".")
+    return "precode" in words or ("head" in words and words[-1] != "bias")
+
 
 def drawn(rng: torch.Generator) -> Sample:
     """Return how a client takes codes: with fresh noise."""
@@ -123,15 +139,16 @@ def drawn(rng: torch.Generator) -> Sample:
     return sample
 
 
-def followed(code: Tensor | None) -> Sample:
-    """Return how an attacker takes codes: with the noise that leads from the guess to the code [1, width], where it is known.
+def decoded(mean: Tensor, log_var: Tensor, ctx: Local) -> Tensor:
+    """Take the code as an attacker does who cannot know the noise: without any."""
+    return mean
 
-    A step holds that noise constant; a guess moves it.
-    """
+
+def followed(code: Tensor) -> Sample:
+    """Return how an attacker takes codes who knows the one that was drawn [1, width]: with the noise that leads to it from the
+    guess. A step holds that noise constant; a guess moves it."""
 
     def sample(mean: Tensor, log_var: Tensor, ctx: Local) -> Tensor:
-        if code is None:
-            return mean
         deviation = (log_var / 2).exp()
         return mean + deviation * ctx.constant((code.to(mean.dtype) - mean) / deviation)
 

@@ -85,7 +85,9 @@ class Replay:
         self.longest, self.row_bound = private and private.longest, release and release.bound
         model = of_kind(defenses, ModelDefense)
         self.model_defense = model and model.known(net, said or {}, record.batch == record.steps == 1)
-        here = [d.at(net) if isinstance(d, ShapingDefense) else d for d in defenses]
+        here = [
+            self.model_defense if d is model else d.at(net) if isinstance(d, ShapingDefense) else d for d in defenses
+        ]
         self.adapting = [d for d in here if d is not None and type(d).adapt is not Defense.adapt]
         self._cast: dict[torch.dtype, tuple[Items, Items]] = {}
         self._features_alone: bool | None = None

@@ -50,6 +50,7 @@ class TensorBoard:
     """Scalars, the configuration as hyper-parameters, and the state as text. Rounds that are played again replace themselves."""
 
     package, module = "tensorboard", "tensorboard"
+    remedy = "Mend that, or leave it out"
 
     def __init__(self, folder: Path, name: str, params: Mapping[str, str]):
         self.folder, self.params, self.last = folder / "tensorboard", params, 0
@@ -82,6 +83,7 @@ class MLflow:
     """One run of the experiment `pflsec`. A resumed training goes on with it, from the first round that it does not have."""
 
     package, module = "mlflow-skinny", "mlflow"
+    remedy = "Check MLFLOW_TRACKING_URI, or leave it out"
 
     def __init__(self, folder: Path, name: str, params: Mapping[str, str]):
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
@@ -170,9 +172,7 @@ def _begun(name: str, folder: Path, config: Mapping[str, Any]) -> Tracker:
     except RunError:
         raise
     except Exception as error:
-        raise RunError(
-            f"--track {name} cannot begin: {_line(error)}. Check MLFLOW_TRACKING_URI, or leave it out."
-        ) from error
+        raise RunError(f"--track {name} cannot begin: {_line(error)}. {TRACKERS[name].remedy}.") from error
 
 
 def _line(error: Exception) -> str:

@@ -90,6 +90,7 @@ class FedPAC(Algorithm[FedPACConfig]):
     def local(self, ctx: Local, state: Items, down: Items) -> Done:
         cfg, before = self.cfg, select(down, "body")
         sums, counts = ctx.class_sums(lambda x: self.net.features(before, x))
+        # A release of its own: in one row with the features, clipping would shorten these by the length of their square.
         squares, _ = ctx.class_sums(lambda x: self.net.features(before, x).square().sum(1, keepdim=True))
         own = class_means(sums, counts)
         h = own * (counts / ctx.num_samples)[:, None]

@@ -9,8 +9,9 @@ Limits   keep = 1: the identity, bit for bit. Counts, label sets, masks and scal
          lost; with feedback the client keeps it, e <- change + e - sent, and adds it to its next change, so that it leaks
          later: deltas, gradients, control variates, and weights that come down in every round and are trained from there.
          An upload that is lost, or comes from a client that is dropped, leaves e as it was before. An attacker does not know
-         e; the vault holds it. Bytes on the wire: value and place of each coordinate that is sent, or a mask, if that is
-         shorter. An attacker who knows of it compares the coordinates that were sent, and no others.
+         e, which may be most of an upload: what it fails to find then is no privacy. The vault holds e. Bytes on the wire:
+         value and place of each coordinate that is sent, or a mask, if that is shorter. An attacker who knows of it compares
+         the coordinates that were sent, and no others.
 """
 
 import math

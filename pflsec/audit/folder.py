@@ -3,7 +3,7 @@
 Its cells are run as those of a sweep.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -107,6 +107,9 @@ class Audit:
         ending, state = progress.ending, self.record["cells"][progress.cell.name]
         attacks = [label for label, one in progress.attacks.items() if one.state == "done"]
         state |= {"state": ending.state, "reason": ending.reason, "traceback": ending.details, "attacks": attacks}
+        state["not_applicable"] = {
+            label: one.reason for label, one in progress.attacks.items() if one.state == "refused"
+        }
         state |= {"run": progress.run.name} if progress.run else {}
         self.save()
 
@@ -124,6 +127,7 @@ class Audit:
         found = verdict.judge(self.plan.label, runs)
         for state in ("refused", "failed"):
             found[state] = {name: cell["reason"] for name, cell in cells.items() if cell["state"] == state}
+        found["refused"] |= {f"{name}, {a}": why for name, c in cells.items() for a, why in _not_applicable(c).items()}
         if runs:
             write_page([one.data.path for one in runs], self.path / "report", verdict=verdict.lines(found))
         bad = bool(found["failed"])
@@ -131,6 +135,11 @@ class Audit:
         write_text(self.path / "verdict.md", verdict.markdown(self.record["name"], found))
         self.save()
         return found
+
+
+def _not_applicable(cell: Mapping[str, Any]) -> Mapping[str, str]:
+    """Return the attacks that had nothing to work on in a cell, with the reasons; audits of earlier versions name none."""
+    return cell.get("not_applicable", {})
 
 
 def _numbered(name: str, number: int) -> str:

@@ -34,7 +34,7 @@ from pflsec.models.network import Network
 from pflsec.runtime import intake
 from pflsec.runtime.active import Client, exchanged
 from pflsec.runtime.controls import Control
-from pflsec.runtime.defending import parse_defense
+from pflsec.runtime.defending import parse_defense, why_unseen
 from pflsec.runtime.executor import one_thread
 from pflsec.runtime.folder import RunFolder
 from pflsec.runtime.replay import capture, conclusive, newcomer, rounding, visible_items
@@ -105,6 +105,8 @@ def selected(folder: RunFolder, config: AttackConfig) -> list[str]:
     if not found:
         named = zip(("rounds", "clients", "kind"), zip(*places.values(), strict=True), strict=False)
         there = ", ".join(f"{name} {_listed(values)}" for name, values in named) or "none at all"
+        if not places and (why := why_unseen(training_config(folder)[0].defense)):
+            raise RunError(f"run '{folder.path.name}' has no captures: {why}.")
         raise RunError(
             f"run '{folder.path.name}' has no capture for this choice of rounds, clients and kind; it has: {there}. "
             + ("" if places else "Train again with --capture-rounds.")

@@ -153,15 +153,36 @@ def inside(ctx: LocalWork, defenses: Sequence[Defense[Any]], *key: int | str) ->
 
 def without_hidden_captures(config: TrainConfig, defenses: tuple[Defense[Any], ...]) -> TrainConfig:
     """Return the configuration without captures where the server sees no single upload."""
-    hiding = next((d for d in defenses if isinstance(d, AggregateDefense) and d.hides_clients), None)
+    hiding = _hiding(defenses)
     if hiding is None or config.capture_rounds == "none":
         return config
     if "capture_rounds" in config.model_fields_set:
         raise ConfigError(
-            f"under {hiding.key} the server sees sums over a cohort, so that there is no upload of a client to capture in rounds "
-            f"{config.capture_rounds}. Use --capture-rounds none."
+            f"{_unseen(hiding)}, so that there is no upload of a client to capture in rounds {config.capture_rounds}. Use "
+            "--capture-rounds none."
         )
     return config.model_copy(update={"capture_rounds": "none"})
+
+
+def why_unseen(texts: Sequence[str]) -> str | None:
+    """Return why a run under these defenses has no upload of a client to attack, and what shows what its server sees; None
+    where it may have some."""
+    hiding = _hiding([parse_defense(text) for text in texts])
+    if hiding is None:
+        return None
+    return (
+        f"{_unseen(hiding)}, so that there is no upload of a client to attack. What it sees is attacked on a run without "
+        f"{hiding.key}: train one with --kind update, all clients of a cohort captured, and attack it with --kind update "
+        "--adversary server-secagg"
+    )
+
+
+def _hiding(defenses: Sequence[Defense[Any]]) -> AggregateDefense[Any] | None:
+    return next((d for d in defenses if isinstance(d, AggregateDefense) and d.hides_clients), None)
+
+
+def _unseen(hiding: Defense[Any]) -> str:
+    return f"under {hiding.key} the server sees sums over a cohort"
 
 
 def parse_defense(text: str) -> Defense[Any]:

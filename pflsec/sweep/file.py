@@ -28,6 +28,7 @@ from pflsec.core import registry
 from pflsec.core.config import Config, option, sentence
 from pflsec.core.errors import PflsecError, did_you_mean, first_line
 from pflsec.core.files import plain, safe_name
+from pflsec.runtime.defending import why_unseen
 from pflsec.sweep.plan import EXECUTION, Attack, Cell, Checker, Training, slug
 from pflsec.sweep.toml import Key, TomlFile, read
 
@@ -278,7 +279,8 @@ def _labelled(attacks: Sequence[Attack]) -> list[Attack]:
 
 
 def _check_attacks(file: TomlFile, attacks: Sequence[Attack], cells: Sequence[Cell]) -> None:
-    """Refuse an attack that is given twice, or that no training has a capture for."""
+    """Refuse an attack that is given twice, or that no training has a capture for: unless a defense is the reason, which is a
+    result."""
     measures = {"lpips": None, "lpips_weights": None, "controls": True}
     made: list[Any] = []
     for place, attack in enumerate(attacks):
@@ -288,7 +290,8 @@ def _check_attacks(file: TomlFile, attacks: Sequence[Attack], cells: Sequence[Ce
                 ("attack", place), f"the attack {attack.name} is given twice with the same settings: drop one."
             )
         made.append((attack.name, identity))
-        if not any(attack.victims(cell.config) for cell in cells if cell.config):
+        live = [cell.config for cell in cells if cell.config]
+        if not any(attack.victims(config) or why_unseen(config.defense) for config in live):
             reason = "no training has a capture of this kind in these rounds and of these clients"
             raise file.mistake(
                 ("attack", place), f"attack {attack.name}: {reason}; see kind and capture_rounds in [train]."

@@ -13,6 +13,7 @@ from pflsec.core import methodfile, registry
 from pflsec.core.config import build
 from pflsec.core.errors import PflsecError, PrivacyError, UnfitError
 from pflsec.core.files import plain
+from pflsec.runtime.defending import why_unseen
 
 REFUSALS = (PrivacyError, UnfitError)
 """With these a method says that it cannot be trained so. That is a result, and no mistake."""
@@ -37,8 +38,13 @@ class Training:
     axes: Mapping[str, str] = field(default_factory=dict)
 
     def setup(self, dataset: Any = None) -> api.Setup:
-        """Return its setup. Every mistake in its options shows here, and every refusal (REFUSALS) of its method."""
+        """Return its setup. Every mistake in its options shows here, and every refusal (REFUSALS) of its method.
+
+        Where its defenses hide the clients it captures nothing: the grid's other trainings may have rounds to capture.
+        """
         options = dict(self.options)
+        if why_unseen(options.get("defense", [])):
+            options["capture_rounds"] = "none"
         return api.plan_training(options, preset=options.pop("preset", None), dataset=dataset)
 
 

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from pflsec import api
 from pflsec.core import methodfile
 from pflsec.core.errors import PflsecError, PflsecWarning, RunError
+from pflsec.runtime.defending import why_unseen
 from pflsec.runtime.estimate import best_executor
 from pflsec.runtime.folder import RunFolder
 from pflsec.sweep.plan import REFUSALS, Attack, Cell, fingerprint
@@ -166,7 +167,8 @@ def _attack(progress: Progress, attack: Attack, how: How, steps: "_Steps") -> No
     assert progress.cell.config is not None
     victims, pace = attack.victims(progress.cell.config), how.paces.get(attack.label)
     if not victims:
-        raise Nothing(f"nothing to attack: the training has no capture for {attack.label}.")
+        why = why_unseen(progress.cell.config.defense) or f"the training has no capture for {attack.label}"
+        raise Nothing(f"nothing to attack: {why}.")
     executor = how.executor if pace is None else best_executor(how.executor, pace * victims)
     config = attack.config(executor=executor, **({"workers": how.workers} if how.workers else {}))
     made = attack.make()

@@ -89,7 +89,7 @@ def test_a_missing_package_is_said_with_its_command_before_anything_is_written(
 class Broken:
     """A tracker that fails in its second round."""
 
-    package, module = "none", "json"
+    package, module, remedy = "none", "json", "Leave it out"
     seen: list[Any] = []  # noqa: RUF012
 
     def __init__(self, folder: Path, name: str, params: Any):
@@ -121,6 +121,22 @@ def test_a_tracker_that_cannot_begin_ends_the_run_with_its_reason(tmp_path: Path
     with pytest.raises(RunError, match="--track mlflow cannot begin: ConnectionError: nobody there"):
         api.train(runs_dir=tmp_path, name="a", track="mlflow", **OPTIONS)
     assert api.load_run("a", tmp_path).manifest["state"] == "failed"
+
+
+@pytest.mark.parametrize(("name", "named"), [("tensorboard", False), ("mlflow", True)])
+def test_only_the_tracker_with_a_server_names_its_address(
+    name: str, named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def fail(self: Any, *rest: Any) -> None:
+        raise ConnectionError("nobody there")
+
+    monkeypatch.setattr(tracking.TRACKERS[name], "__init__", fail)
+    with (
+        pytest.raises(RunError, match=f"--track {name} cannot begin: .* or leave it out") as refused,
+        tracking.following([name], tmp_path, {}),
+    ):
+        pass
+    assert ("MLFLOW_TRACKING_URI" in str(refused.value)) == named
 
 
 def test_only_finite_numbers_are_tracked():

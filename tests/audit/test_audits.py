@@ -217,3 +217,16 @@ def test_the_verdict_says_what_the_controls_of_each_attack_show(tmp_path: Path):
     assert "## Controls of the attacks\n\n- analytic: passed; on every run" in (made.path / "verdict.md").read_text()
     weak = audit(tmp_path / "weak", "fedrep", against=[])  # three iterations find nothing, not even what must leak
     assert "no evidence of privacy" in weak.record["verdict"]["controls"][0]
+
+
+def test_under_secure_aggregation_the_method_is_trained_and_its_attacks_do_not_apply(tmp_path: Path):
+    """The captures are asked for explicitly, as an audit of several defenses does."""
+    training = SMALL | {"capture_rounds": "last"}
+    made = audit(tmp_path, "fedavg", defenses=["none", "secagg"], training=training)
+    found = read_json(made.path / "audit.json", "audit")
+    assert set(states(made).values()) == {"done"}
+    assert found["cells"]["fedavg-none-s0"]["not_applicable"] == {}
+    (reason,) = found["cells"]["fedavg-secagg-s0"]["not_applicable"].values()
+    assert "under secagg the server sees sums" in reason
+    assert any("secagg" in name and "sees sums" in why for name, why in found["verdict"]["refused"].items())
+    assert "sees sums" in (made.path / "verdict.md").read_text(encoding="utf8")

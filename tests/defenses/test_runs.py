@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 
+import pflsec
 from pflsec import api
+from pflsec.core.errors import RunError
 from pflsec.core.files import read_json
 from pflsec.core.items import norm, subtract
 from pflsec.reports import figures
@@ -64,6 +66,9 @@ def test_under_secure_aggregation_no_upload_is_captured(tmp_path: Path):
     assert run.manifest["captures"]["rounds"] == []
     assert not CaptureStore(run.path / "captures").ids()
     assert run.manifest["state"] == "done"
+    with pytest.raises(RunError, match=r"under secagg the server sees sums .*--adversary server-secagg") as refused:
+        pflsec.attack(run, "dlg")
+    assert "--capture-rounds" not in str(refused.value)
 
 
 def test_the_user_level_epsilon_stands_in_the_metrics_and_in_the_record(tmp_path: Path):

@@ -237,3 +237,18 @@ def test_the_folder_of_something_else_is_left_alone(tmp_path: Path):
     path.write_text("a file")
     with pytest.raises(RunError, match="is no sweep's folder"):
         sweep(tmp_path)
+
+
+def test_where_the_server_sees_sums_the_training_is_done_without_captures_and_its_attacks_do_not_apply(tmp_path: Path):
+    """capture_rounds stands in the file, for the other trainings; secagg by itself refuses it as a mistake."""
+    defenses = ("rounds = 2", 'rounds = 2\ndefense = [[], ["secagg"]]')
+    rows = sweep(tmp_path, ('"fedavg", "fedrep"', '"fedavg"'), defenses)
+    assert [row["status"] for row in rows] == ["done", "not-applicable"]
+    assert "under secagg the server sees sums" in rows[1]["reason"]
+    assert rows[1]["accuracy"] is not None
+    assert rows[0]["psnr_median"] is not None
+
+
+def test_a_sweep_of_nothing_but_sums_is_run_and_says_so(tmp_path: Path):
+    rows = sweep(tmp_path, ('"fedavg", "fedrep"', '"fedavg"'), ("rounds = 2", 'rounds = 2\ndefense = ["secagg"]'))
+    assert [(row["status"], row["accuracy"] is None) for row in rows] == [("not-applicable", False)]

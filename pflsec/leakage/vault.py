@@ -121,9 +121,9 @@ class Vault:
         index = _integers(items, "dataset_index", x.shape[0], path)
         facts = self.folder / f"{name}.json"
         checks = read_json(facts, f"the replay check of capture {name}")
-        residuals = (_residual(checks, key, facts) for key in ("replay_residual", "mixed_residual"))
+        replayed, mixed = (_residual(checks, key, facts) for key in ("replay_residual", "mixed_residual"))
         state, up, unsent = (without_prefix(name, items) for name in ("state", "up", "unsent"))
-        return Truth(x, y, index, state, *residuals, up, unsent)
+        return Truth(x, y, index, state, replayed, mixed, up, unsent)
 
     def check(
         self,

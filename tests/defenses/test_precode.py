@@ -72,7 +72,7 @@ def sent(v: Victim, *key: int | str) -> Victim:
 
 def known(v: Victim, *, naive: bool = False, **options: Any) -> Capture:
     defenses = () if naive else v.setup.defenses
-    given = {"labels": v.y} | options
+    given: dict[str, Any] = {"labels": v.y} | options
     return capture(v.setup.algorithm, v.setup.net, v.record, history=True, seed=0, defenses=defenses, **given)
 
 
@@ -167,7 +167,9 @@ def forked() -> nn.Module:
 
 def row() -> nn.Module:
     """Return a network that is cut in the middle of its row of layers."""
-    layers = OrderedDict(a=nn.Flatten(), b=nn.Linear(16, 5), c=nn.Tanh(), d=nn.Linear(5, 4), e=nn.Linear(4, 3))
+    layers: OrderedDict[str, nn.Module] = OrderedDict(
+        a=nn.Flatten(), b=nn.Linear(16, 5), c=nn.Tanh(), d=nn.Linear(5, 4), e=nn.Linear(4, 3)
+    )
     return nn.Sequential(layers)
 
 
@@ -355,7 +357,7 @@ def test_a_run_says_what_its_network_has_and_its_replays_are_checked_without_noi
     ],
 )
 def test_attacks_of_every_kind_run_on_such_a_run(key: str, name: str, options: dict[str, Any], tmp_path: Path):
-    quick = {"iterations": 3} if name in ("dlg", "feature-inversion") else {}
+    quick: dict[str, Any] = {"iterations": 3} if name in ("dlg", "feature-inversion") else {}
     scores = api.attack(trained(tmp_path, key), name, lpips="none", **(quick | options))
     assert isinstance(scores, api.Scores)
     assert set(scores.table["status"]) <= {"budget", "converged"}

@@ -167,7 +167,14 @@ def forked() -> nn.Module:
 
 def row() -> nn.Module:
     """Return a network that is cut in the middle of its row of layers."""
-    layers: OrderedDict[str, nn.Module] = OrderedDict(
+    named: dict[str, nn.Module] = {
+        "a": nn.Flatten(),
+        "b": nn.Linear(16, 5),
+        "c": nn.Tanh(),
+        "d": nn.Linear(5, 4),
+        "e": nn.Linear(4, 3),
+    }
+    layers = OrderedDict(named)
         a=nn.Flatten(), b=nn.Linear(16, 5), c=nn.Tanh(), d=nn.Linear(5, 4), e=nn.Linear(4, 3)
     )
     return nn.Sequential(layers)
@@ -330,7 +337,7 @@ def test_a_run_has_the_same_bits_under_workers_and_after_an_interruption(tmp_pat
     for other in (workers, resumed):
         assert captured(whole).keys() == captured(other).keys()
         assert all(toys.same(up, captured(other)[name]) for name, up in captured(whole).items())
-        assert list(whole.metrics["loss_train"]) == list(other.metrics["loss_train"])
+        assert list(whole.metrics["train_loss"]) == list(other.metrics["train_loss"])
 
 
 def test_a_run_says_what_its_network_has_and_its_replays_are_checked_without_noise(tmp_path: Path):

@@ -175,8 +175,6 @@ def row() -> nn.Module:
         "e": nn.Linear(4, 3),
     }
     layers = OrderedDict(named)
-        a=nn.Flatten(), b=nn.Linear(16, 5), c=nn.Tanh(), d=nn.Linear(5, 4), e=nn.Linear(4, 3)
-    )
     return nn.Sequential(layers)
 
 

@@ -5,6 +5,8 @@ import time
 from dataclasses import dataclass
 
 from pflsec.core.algorithm import Algorithm
+from pflsec.core.change import origin
+from pflsec.core.defense import StepDefense, of_kind
 from pflsec.core.items import Items, size_in_bytes
 from pflsec.runtime.defending import inside
 from pflsec.runtime.executor import one_thread
@@ -17,6 +19,7 @@ BATCHES = 3
 EPOCHS = 5  # more are not measured but multiplied
 WORTH_WORKERS = 60.0  # seconds
 EVALUATION = 1.3  # testing everybody adds about this much to training
+PRIVATE = 4.0  # a step on the account of single records takes about so many times as long as a bare one
 
 
 def best_executor(wanted: str, seconds: float) -> str:
@@ -35,7 +38,8 @@ class Cost:
 
 
 def estimate(setup: Setup) -> Cost:
-    """Return the cost of a run, from one client's local work on a few batches."""
+    """Return the cost of a run, from one client's local work on a few batches. What changes its gradients works in it, and its
+    upload is defended; noised steps count by a factor."""
     config, federation, algorithm = setup.config, setup.federation, setup.algorithm
     client = max(range(federation.clients), key=lambda c: len(federation.shards[c].train))
     x, y = federation.train(client)
@@ -52,9 +56,21 @@ def estimate(setup: Setup) -> Cost:
             began = time.perf_counter()
             up = algorithm.local(ctx, state, down).up
             seconds = min(seconds, time.perf_counter() - began)
-    work = sum(federation.sizes()) * config.participation * (1 - config.drop_rate) * config.rounds
-    work *= max(1, config.local_epochs / EPOCHS)
-    return Cost(seconds / len(y[part]) * work * EVALUATION, _disk(setup, down, up, state))
+        sending = _sending(setup, up, origin(algorithm, state, down, up), client)
+    played = config.participation * (1 - config.drop_rate) * config.rounds
+    work = seconds / len(y[part]) * sum(federation.sizes()) * max(1, config.local_epochs / EPOCHS)
+    if of_kind(setup.defenses, StepDefense):
+        work *= PRIVATE
+    return Cost((work + sending * federation.clients) * played * EVALUATION, _disk(setup, down, up, state))
+
+
+def _sending(setup: Setup, up: Items, reference: Items, client: int) -> float:
+    """Return the seconds that the defenses of the wire take for an upload; 0 without any."""
+    if not setup.channel.uplink:
+        return 0.0
+    began = time.perf_counter()
+    setup.channel.send_up(up, reference, 0, client)
+    return time.perf_counter() - began
 
 
 def _disk(setup: Setup, down: Items, up: Items, state: Items) -> int:

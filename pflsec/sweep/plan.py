@@ -21,8 +21,6 @@ EXECUTION = ("executor", "workers", "device", "track")
 """Options that change no result."""
 CONTROLS = 2
 """Attacks beside the victims', where the controls are on."""
-DEFENDED = 4
-"""A private step takes about so many times as long as a bare one."""
 
 
 @dataclass(frozen=True)
@@ -132,10 +130,9 @@ class Checker:
     def _cost(self, setup: api.Setup) -> tuple[float, float]:
         key = setup.config.model_copy(update={"seed": 0}).model_dump_json()
         if key not in self._costs:
-            private = any(defense.seam == "step" for defense in setup.defenses)
             try:
                 one = api.estimate(setup)
-                self._costs[key] = one.seconds * (DEFENDED if private else 1), one.bytes
+                self._costs[key] = one.seconds, one.bytes
             except Exception as error:
                 if not isinstance(error, PflsecError) and methodfile.blame(error) is None:
                     raise

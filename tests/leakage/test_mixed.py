@@ -100,11 +100,13 @@ def test_the_mixtures_of_several_clients_are_taken_step_by_step():
 
 def test_labels_are_the_mean_over_the_steps_of_the_phase_that_is_sent():
     found = of([[0, 1], [0, 2], [1, 2]], [[0.5, 0.5], [0.8, 0.2], [0.4, 0.6]], [0, 1, 1])
-    assert torch.allclose(
-        found.labels(torch.tensor([100, 101])), torch.tensor([[0.65, 0.25, 0.1], [0, 0.4, 0.6]]).double()
-    )  # type: ignore
+    labels = found.labels(torch.tensor([100, 101]))
+    assert labels is not None
+    assert torch.allclose(labels, torch.tensor([[0.65, 0.25, 0.1], [0, 0.4, 0.6]]).double())
     found.main[0] = False
-    assert torch.allclose(found.labels(torch.tensor([100])), found.y[1:2])  # type: ignore[arg-type]
+    labels = found.labels(torch.tensor([100]))
+    assert labels is not None
+    assert torch.allclose(labels, found.y[1:2])
     assert found.labels(torch.tensor([100, 102])) is None
 
 

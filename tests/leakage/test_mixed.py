@@ -104,7 +104,9 @@ def test_labels_are_the_mean_over_the_steps_of_the_phase_that_is_sent():
     assert labels is not None
     assert torch.allclose(labels, torch.tensor([[0.65, 0.25, 0.1], [0, 0.4, 0.6]]).double())
     found.main[0] = False
-    assert torch.allclose(found.labels(torch.tensor([100])), found.y[1:2])  # type: ignore[arg-type]
+    labels = found.labels(torch.tensor([100]))
+    assert labels is not None
+    assert torch.allclose(labels, found.y[1:2])
     assert found.labels(torch.tensor([100, 102])) is None
 
 

@@ -43,7 +43,7 @@ def exchange(v: Victim, rng: torch.Generator, **settings: Any) -> Capture:
     """Return the capture of the exchange on the downlink that the attack chooses."""
     attack = Imprint(build(ImprintConfig, settings, "imprint"))
     down = attack.craft(v.capture(), rng)
-    client = active.Client(v.x, v.y, v.state)
+    client = active.Client(v.x, v.y, v.state, {})
     record = active.exchanged(v.setup.config, v.setup.net, v.setup.algorithm, v.record, down, client)
     return replace(v, record=record).capture()
 
@@ -86,7 +86,7 @@ def test_aggregation_hides_nothing_of_an_imprint():
     down = attack.craft(victims[0].capture(), rng)
     told = {}
     for v in victims:
-        client = active.Client(v.x, v.y, v.state)
+        client = active.Client(v.x, v.y, v.state, {})
         record = active.exchanged(v.setup.config, v.setup.net, v.setup.algorithm, v.record, down, client)
         told[record.id] = replace(v, record=record)
 

@@ -119,10 +119,10 @@ def frontier(table: pd.DataFrame) -> str:
             continue
         runs = group.groupby("seed").first()
         epsilon = "" if runs["epsilon"].isna().all() else f"{runs['epsilon'].max():.2f}"
-        cells = [f"{100 * runs['accuracy'].mean():.1f}", f"{100 * runs['accuracy'].std():.1f}", epsilon]
+        cells = [f"{100 * runs['accuracy'].mean():.1f}", _number(100 * runs["accuracy"].std()), epsilon]
         cells += [f"{runs['bytes_up'].mean() / 1e6:.1f}"]
-        cells += [_db(group[group["round"] == t]["psnr_capped"].median()) for t in (0, ROUNDS - 1)]
-        cells += [_db(group["psnr_capped"].max()), _db(group["psnr_blind"].median())]
+        cells += [_number(group[group["round"] == t]["psnr_capped"].median()) for t in (0, ROUNDS - 1)]
+        cells += [_number(group["psnr_capped"].max()), _number(group["psnr_blind"].median())]
         lines.append(f"| {method} | {defense} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
@@ -135,7 +135,7 @@ def trade(table: pd.DataFrame) -> str:
     ]
     for defense, group in table.groupby("defense", sort=False):
         cells = [
-            _db(group[(group["round"] == t) & (group["attacker"] == who)]["psnr_capped"].median())
+            _number(group[(group["round"] == t) & (group["attacker"] == who)]["psnr_capped"].median())
             for t in (0, ROUNDS - 1)
             for who in ("naive", "adaptive")
         ]
@@ -143,7 +143,7 @@ def trade(table: pd.DataFrame) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _db(value: float) -> str:
+def _number(value: float) -> str:
     return "–" if pd.isna(value) else f"{value:.1f}"
 
 

@@ -59,33 +59,9 @@ def _check_together(made: list[Defense[Any]]) -> None:
     keys = [d.key for d in made]
     if twice := next((key for key in keys if keys.count(key) > 1), None):
         raise ConfigError(f"--defense {twice} is given twice; give it once, with the settings that are meant.")
-    accounts = [d.key for d in made if isinstance(d, StepDefense | UserDefense)]
-    if len(accounts) > 1:
-        raise ConfigError(
-            f"--defense {accounts[0]} and --defense {accounts[1]} would each state an epsilon of its own; choose one of them."
-        )
-    private = of_kind(made, StepDefense)
-    if (alone := of_kind(made, ReleaseDefense)) and private is None:
-        raise ConfigError(
-            f"--defense {alone.key} guarantees nothing by itself: what is released has passed a model that was fitted to the "
-            "same records. Add --defense dp-sgd."
-        )
-    shaped = [d.key for d in made if isinstance(d, ShapingDefense)]
-    if len(shaped) > 1:
-        raise ConfigError(
-            f"--defense {shaped[0]} and --defense {shaped[1]} would both change every step's gradient; choose one of them."
-        )
-    if shaped and private is not None:
-        raise ConfigError(
-            f"--defense {shaped[0]} cannot be combined with --defense {private.key}: what it changes in a gradient follows the "
-            "raw batch, which the account knows nothing of. Drop one of them."
-        )
-    _check_inputs(made, private)
-    if (longer := of_kind(made, ModelDefense)) and private is not None:
-        raise ConfigError(
-            f"--defense {longer.key} cannot be combined with --defense {private.key}: that takes the gradients of all examples "
-            "in one pass (torch.func.vmap), in which a layer cannot draw noise of its own. Drop one of them."
-        )
+    _check_accounts(made)
+    _check_steps(made, of_kind(made, StepDefense))
+    _check_inputs(made, of_kind(made, StepDefense))
     for one in made:
         if both := next((key for key in one.excludes if key in keys), None):
             raise ConfigError(
@@ -98,6 +74,39 @@ def _check_together(made: list[Defense[Any]]) -> None:
         mixed = ", what mixes inputs before all others" if of_kind(made, InputDefense) else ""
         raise ConfigError(
             f"defenses act in the order of their seams ({', '.join(SEAMS)}){mixed}; write them so: {right}."
+        )
+
+
+def _check_accounts(made: Sequence[Defense[Any]]) -> None:
+    """Raise ConfigError where two defenses keep accounts, or one is on an account that nobody keeps."""
+    accounts = [d.key for d in made if isinstance(d, StepDefense | UserDefense)]
+    if len(accounts) > 1:
+        raise ConfigError(
+            f"--defense {accounts[0]} and --defense {accounts[1]} would each state an epsilon of its own; choose one of them."
+        )
+    if (alone := of_kind(made, ReleaseDefense)) and of_kind(made, StepDefense) is None:
+        raise ConfigError(
+            f"--defense {alone.key} guarantees nothing by itself: what is released has passed a model that was fitted to the "
+            "same records. Add --defense dp-sgd."
+        )
+
+
+def _check_steps(made: Sequence[Defense[Any]], private: StepDefense[Any] | None) -> None:
+    """Raise ConfigError where defenses that change what a step descends cannot be combined."""
+    shaped = [d.key for d in made if isinstance(d, ShapingDefense)]
+    if len(shaped) > 1:
+        raise ConfigError(
+            f"--defense {shaped[0]} and --defense {shaped[1]} would both change every step's gradient; choose one of them."
+        )
+    if shaped and private is not None:
+        raise ConfigError(
+            f"--defense {shaped[0]} cannot be combined with --defense {private.key}: what it changes in a gradient follows the "
+            "raw batch, which the account knows nothing of. Drop one of them."
+        )
+    if (longer := of_kind(made, ModelDefense)) and private is not None:
+        raise ConfigError(
+            f"--defense {longer.key} cannot be combined with --defense {private.key}: that takes the gradients of all examples "
+            "in one pass (torch.func.vmap), in which a layer cannot draw noise of its own. Drop one of them."
         )
 
 

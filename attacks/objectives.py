@@ -112,5 +112,8 @@ def squared(seen: Mapping[str, Tensor]) -> Objective:
 def cosine(seen: Mapping[str, Tensor]) -> Objective:
     """Return 1 - cos(guess, seen) over all items as one vector (Geiping et al. 2020, eq. 4)."""
     exact = {k: v.double() for k, v in seen.items()}
-    length = max(_squared_norm(list(exact.values())), EPS) ** 0.5
-    return _compared(_Angle, {k: v / -length for k, v in exact.items()})
+    whole = _squared_norm(list(exact.values()))
+    if whole < EPS:  # nothing that was seen has a direction: every guess is as far from it
+        apart = squared(seen)
+        return lambda guess: 1 + 0 * apart(guess)
+    return _compared(_Angle, {k: v / -(whole**0.5) for k, v in exact.items()})

@@ -78,6 +78,8 @@ TOKENS: dict[str, Kind] = {
     "label_true": "integer",
     "label_found": "integer",
 }
+LATER = frozenset({"rouge_l", "in_place"})
+"""Columns that results of earlier versions lack, and that are missing there."""
 MIXED: dict[str, Kind] = {
     "capture": "text",
     "position": "integer",
@@ -346,7 +348,7 @@ def _check_norms(norms: Any, t: int, path: Path) -> None:
 
 
 def _table(path: Path, kinds: Mapping[str, Kind], torn_end: bool = False) -> pd.DataFrame:
-    """Return a CSV file with at least these columns, each in its type; no rows when the file is not there.
+    """Return a CSV file with at least these columns, each in its type (LATER ones filled in); no rows when it is not there.
 
     torn_end  the file grows line by line, so its last line may be incomplete
     """
@@ -357,12 +359,14 @@ def _table(path: Path, kinds: Mapping[str, Kind], torn_end: bool = False) -> pd.
         header, *rows = csv.reader(text[: text.rfind("\n") + 1].splitlines(keepends=True), strict=True)
     except (csv.Error, ValueError) as error:
         raise RunError(f"{path} is damaged: it is no CSV table ({error}).") from error
-    if missing := [name for name in kinds if name not in header]:
+    absent = [name for name in kinds if name not in header]
+    if missing := [name for name in absent if name not in LATER]:
         raise RunError(f"{path} is damaged: it lacks the columns {', '.join(missing)}.")
     for number, row in enumerate(rows, start=2):
         if len(row) != len(header):
             raise RunError(f"{path} is damaged: row {number} has {len(row)} cells, the header {len(header)}.")
     cells = {name: [row[i] for row in rows] for i, name in enumerate(header)}
+    cells |= {name: [""] * len(rows) for name in absent}
     return pd.DataFrame({name: _column(values, name, kinds.get(name, "text"), path) for name, values in cells.items()})
 
 

@@ -120,6 +120,13 @@ def test_single_precision_tells_how_far_a_guess_near_the_truth_is_and_which_way(
     assert float(torch.cosine_similarity(slope, rough, dim=0)) > 0.999
 
 
+def test_no_guess_is_nearer_than_another_to_the_direction_of_nothing():
+    guess = {k: v.clone().requires_grad_() for k, v in GUESS.items()}
+    distance = cosine(scaled(SEEN, 0.0))(guess)
+    assert distance.item() == 1
+    assert not any(s.any() for s in torch.autograd.grad(distance, list(guess.values())))
+
+
 def test_a_guess_too_large_for_its_arithmetic_has_no_distance():
     assert cosine(SEEN)(scaled(SEEN, 1.0) | {"a": torch.tensor([torch.inf, 0.0]).double()}).isnan()
     assert cosine(SEEN)({k: v.float() * 1e25 for k, v in SEEN.items()}).isnan()

@@ -8,7 +8,8 @@ import pytest
 
 from pflsec.core.errors import RunError
 from pflsec.core.files import read_json, write_json, write_text
-from pflsec.reports.load import CLIENTS, SCORES, CaptureId, load_run, load_runs
+from pflsec.reports.load import CLIENTS, SCORES, TOKENS, CaptureId, load_run, load_runs
+from pflsec.reports.tables import tokens_table
 from tests.reports.runs import CAPTURES, manifest, score, write_attack, write_run
 
 
@@ -55,6 +56,16 @@ def test_shares_may_be_written_as_true_and_false(run):
     scores = load_run(run).attacks[0].scores
     assert set(scores["label_correct"]) == {1.0}
     assert set(scores["identified"]) == {0.0}
+
+
+def test_tables_of_texts_from_earlier_versions_lack_what_was_not_measured_then(run):
+    earlier = [name for name in TOKENS if name not in ("rouge_l", "in_place")]
+    row = [CAPTURES[0] if name == "capture" else "1" for name in earlier]
+    write_text(run / "attacks" / "dlg-1a2b3c4d" / "tokens.csv", f"{','.join(earlier)}\n{','.join(row)}\n")
+    (found,) = tokens_table([load_run(run)]).to_dict("records")
+    assert found["recall"] == 1
+    assert np.isnan(found["rouge_l"])
+    assert np.isnan(found["in_place"])
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "clients.csv"])

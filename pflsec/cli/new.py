@@ -43,5 +43,5 @@ def algorithm(
         print_json({"files": list(files), "method": f"{name}.py:{kind}"})
         return
     say(f"wrote {' and '.join(files)}; next:")
-    say(f"  pytest test_{name}.py")
-    say(f"  pflsec audit {name}.py:{kind}")
+    say(f"  python -m pytest test_{name}.py    (pip install pytest, where it is missing)")
+    say(f"  pflsec audit {name}.py:{kind} --dry-run    (what an audit takes; then without --dry-run)")

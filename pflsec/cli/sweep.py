@@ -94,7 +94,10 @@ def say_price(cost: Any) -> None:
         f"the trainings take about {duration(cost.seconds)} and {megabytes(cost.bytes)} on disk, less what is done already"
     )
     if cost.timed_on:
-        say(f"the attacks take very roughly {duration(cost.attacking)}: a few iterations were timed on {cost.timed_on}")
+        say(
+            f"the attacks take up to about {duration(cost.attacking)}, less where they converge early: a few iterations were "
+            f"timed on {cost.timed_on}"
+        )
     if unknown := [label for label, pace in cost.paces.items() if pace is None]:
         say(f"how long {', '.join(unknown)} will take is not known before there is a training to attack")
 

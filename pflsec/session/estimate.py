@@ -25,10 +25,8 @@ EVERYTHING = {"rounds": None, "clients": None, "lpips": "none", "lpips_weights":
 
 
 def seconds_per_victim(setup: Setup, name: str, options: Mapping[str, Any]) -> float | None:
-    """Return about how long an attack works on one probe; None where it is on real uploads, which only a training makes.
-
-    Rough: what converges early is quicker, and other victims may be harder.
-    """
+    """Return about how long an attack works on one probe if it makes all its iterations: what converges early is quicker. None
+    where it is on real uploads, which only a training makes."""
     config = build(AttackConfig, options, "attack").model_copy(update=EVERYTHING)
     if config.kind != "probe":
         return None

@@ -36,7 +36,7 @@ DEFENSES = (
 )
 HEURISTICS = (
     "clip:bound=0.1", "gaussian:std=0.3,relative=true", "gaussian:std=1,relative=true", "laplace:scale=0.7,relative=true",
-    "prune:keep=0.1", "prune:keep=0.01", "qsgd:bits=8", "qsgd:bits=4", "sign", "fp16", "precode",
+    "prune:keep=0.1", "prune:keep=0.01", "prune:keep=0.01,feedback=true", "qsgd:bits=8", "qsgd:bits=4", "sign", "fp16", "precode",
     "none",
 )  # fmt: skip
 COLUMNS = (

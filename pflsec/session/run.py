@@ -3,47 +3,32 @@
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from pflsec.config.attack import AttackConfig, Ready, narrowed
+from pflsec.config.attack import AttackConfig, Ready
 from pflsec.core import registry
-from pflsec.core.attack import Attack, Reconstruction
+from pflsec.core.attack import Attack
 from pflsec.core.errors import RunError
 from pflsec.core.files import plain, read_json, to_json
-from pflsec.core.inputs import InputSpec
-from pflsec.core.knowledge import POWERS, Knows
-from pflsec.core.streams import stream
-from pflsec.leakage import membership, mixed, results, texts
+from pflsec.core.knowledge import Knows
+from pflsec.leakage import results
 from pflsec.leakage.controls import verdict
-from pflsec.leakage.matching import assign
 from pflsec.leakage.perceptual import Perceptual
-from pflsec.leakage.score import VictimScore, check_pool, parts, score
-from pflsec.leakage.vault import Mixtures, Outsiders, Pool, Truth, Vault, joined
-from pflsec.runtime import attacking, cluster, manifest
-from pflsec.runtime.active import Client
+from pflsec.runtime import attacking, manifest
 from pflsec.runtime.controls import Control
-from pflsec.runtime.defending import mixing, parse_defense
 from pflsec.runtime.folder import RunFolder, attack_folder, secure
-from pflsec.runtime.views import groups
-from pflsec.wire.store import CaptureStore
+from pflsec.session.granting import Granting, acts
+from pflsec.session.opened import OpenRun
+from pflsec.session.scoring import NAIVE, NOTHING, Finding, Row, Scoring
 
 if TYPE_CHECKING:
     import pandas
 
-UNSCORED = "not scored: the run has no vault"
-NAIVE = "naive: the attacker does not know of the defense"
-NO_IMAGE = "texts have no image measures: see tokens.csv"
 OnVictim = Callable[[str, int, int, Mapping[str, Any]], None]
 OnControl = Callable[[str, Mapping[str, Any]], None]
-Row = dict[str, Any]
-NOTHING = "not-applicable"
 SWITCHED_OFF = "switched off with --no-controls"
 PLAIN: Row = {
     "algo": "fedavg",
@@ -54,25 +39,6 @@ PLAIN: Row = {
     "steps": 1,
 }
 """What is different about the positive control's row."""
-
-
-def acts(name: str) -> bool:
-    """Return whether an attack chooses what the client receives, so that the exchange is done again with the client's data."""
-    return bool(registry.load("attacks", name).needs & POWERS)
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What came of one capture: its row of scores.csv, its rows of the other tables, and its pictures in the truth's order."""
-
-    capture: str
-    row: Row
-    result: Reconstruction | None
-    images: list[Row] = field(default_factory=list)
-    tokens: list[Row] = field(default_factory=list)
-    members: list[Row] = field(default_factory=list)
-    mixtures: list[Row] = field(default_factory=list)
-    picture: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -112,29 +78,19 @@ class AttackSession:
     """Attacks on one run with one set of options. Opens the vault for scoring, and for what the threat model grants."""
 
     def __init__(self, folder: RunFolder, config: AttackConfig):
-        self.folder, self.config = folder, config
-        if config.executor == "ray":
-            cluster.library()
-        self.train, self.spec = attacking.training_config(folder)
-        self.card = registry.card("algorithms", self.train.algo)
-        self.naive = self.config.naive and bool(self.train.defense)
-        self.mixing = mixing([parse_defense(text) for text in self.train.defense])
-        self.epsilon = folder.last_metrics().get("epsilon")
-        self.captures = attacking.selected(folder, config)
-        weights = Path(config.lpips_weights) if config.lpips_weights else None
-        self.perceptual = Perceptual.find(config.lpips if self.spec.vocabulary is None else "none", weights)
-        self.vault = Vault(folder.vault)
-        self.pool: Pool | None = self.vault.pool() if (folder.vault / "pool.safetensors").exists() else None
-        private = attacking.check(folder, self.captures, config.visible or ())
-        store = CaptureStore(folder.captures)
-        self.headers = {name: store.header(name) for name in self.captures}
-        if self.pool is not None:
-            for name, header in self.headers.items():
-                sent = {item["name"]: torch.Size(item["shape"]) for item in header["items"]["up"]}
-                check_pool(self.pool, self.vault.check(name, self.spec, header["batch"], private, sent))
-                self._mixtures(name)
-        self.groups = groups(config.threat, self.headers)
-        self._drawn: dict[str, membership.Candidates | None] = {}
+        self.folder, self.config, self.opened = folder, config, OpenRun(folder, config)
+        self.granting = Granting(self.opened)
+        self.scoring = Scoring(self.opened, self.granting)
+
+    @property
+    def captures(self) -> list[str]:
+        """The ids of the captures that the options select, sorted."""
+        return self.opened.captures
+
+    @property
+    def perceptual(self) -> Perceptual:
+        """The perceptual metric, or why there is none."""
+        return self.opened.perceptual
 
     def run_each(
         self, ready: Sequence[Ready], on_victim: OnVictim, on_control: OnControl = lambda name, row: None
@@ -166,7 +122,7 @@ class AttackSession:
 
     def trial(self, name: str) -> attacking.Attempt:
         """Attack the first target alone, for the time that it takes. Nothing is scored or written."""
-        return attacking.attempt(self._targets(name)[0])
+        return attacking.attempt(self.granting.targets(name)[0])
 
     def run(
         self,
@@ -189,7 +145,7 @@ class AttackSession:
         state = "interrupted"
         try:
             for tried in self._tried(name, refused):
-                for one in self._findings(name, tried):
+                for one in self.scoring.findings(name, tried):
                     found.append(one)
                     on_victim(name, len(found), len(self.captures), one.row)
             for row in self._controls(name, found):
@@ -203,7 +159,7 @@ class AttackSession:
             if state == "done" or len(found) > results.victims_in(path):
                 meta = self._meta(name, made, path.name, started, time.perf_counter() - began, state)
                 self._write(path, meta | {"controls": self._verdicts(name, found, controls)}, found, controls)
-        if self.pool is not None and any(one.picture is not None for one in found):
+        if self.opened.pool is not None and any(one.picture is not None for one in found):
             from pflsec.reports.figures import write_gallery
 
             write_gallery(self.folder.path, path.name)
@@ -223,80 +179,12 @@ class AttackSession:
     def _tried(self, name: str, refused: str) -> Iterable[attacking.Attempt]:
         if refused:
             return [attacking.Attempt(capture, None, refused, 0.0) for capture in self.captures]
-        return self._attempts(self._targets(name))
-
-    def _targets(self, name: str) -> list[attacking.Target]:
-        targets = [[self._target(name, capture) for capture in group] for group in self.groups]
-        return [replace(first, others=tuple(others)) for first, *others in targets]
-
-    def _target(self, name: str, capture: str) -> attacking.Target:
-        """Return one capture to attack, with the truth that the threat model grants, and why it cannot speak, if so."""
-        target = attacking.Target(self.folder.path, capture, name, narrowed(name, self.config), None, None)
-        knows = self.config.threat.knows
-        granted = knows & {Knows.LABELS, Knows.LABEL_HIST, Knows.PRIVATE, Knows.CANDIDATES}
-        if self.pool is None and not granted and not acts(name):
-            return target
-        truth = self.vault.truth(capture)
-        valid, why = results.validity(truth.replay_residual)
-        own, gone = self._own(capture, truth) if acts(name) else (None, "")
-        put = self._candidates(name, capture)
-        return replace(
-            target,
-            candidates=(put.x, put.y) if put else None,
-            labels=self._labels(capture, truth) if Knows.LABELS in knows else None,
-            state=truth.state if Knows.PRIVATE in knows else None,
-            counts=torch.bincount(truth.y, minlength=self.spec.classes) if Knows.LABEL_HIST in knows else None,
-            own=own,
-            doubt=why if valid is False else gone,
-        )
-
-    def _mixtures(self, capture: str) -> Mixtures | None:
-        """Return what a capture's steps trained on in place of its batch, or None where they did not, or it was not stored."""
-        return self.vault.mixtures(capture, self.spec) if self.mixing is not None else None
-
-    def _labels(self, capture: str, truth: Truth) -> Tensor | None:
-        """Return the labels that are granted: those that were trained with, unless the attacker knows of no mixing."""
-        if self.mixing is None or self.naive:
-            return truth.y
-        found = self._mixtures(capture)
-        return None if found is None else found.labels(truth.dataset_index)
-
-    def _own(self, capture: str, truth: Truth) -> tuple[Client, str]:
-        """Return with what a client's work is done again on another downlink, and why that would be no such work, if so."""
-        if self.mixing is None:
-            return Client(truth.x, truth.y, truth.state, truth.unsent), ""
-        found = self._mixtures(capture)
-        places = [] if found is None else [found.of(row) for row in truth.dataset_index.tolist()]
-        if found is None or self.headers[capture]["steps"] > 1 or not all(len(some) for some in places):
-            why = f"the exchange cannot be done again under {self.mixing.key}: its steps mix anew, or were not stored"
-            return Client(truth.x, truth.y, truth.state, truth.unsent), why
-        first = torch.stack([some[0] for some in places])
-        return Client(found.x[first], found.y[first], truth.state, truth.unsent), ""
-
-    def _candidates(self, name: str, capture: str) -> membership.Candidates | None:
-        """Return what an attack that judges candidates is asked about: the same for every call; None for other attacks.
-
-        Raises RunError where the run's vault has no images from outside the batches.
-        """
-        if Knows.CANDIDATES not in registry.load("attacks", name).needs:
-            return None
-        if capture not in self._drawn:
-            rng, client = stream(self.config.seed, "candidates", capture), int(self.headers[capture]["client"])
-            self._drawn[capture] = membership.candidates(self.vault.truth(capture), self._outsiders, client, rng)
-        return self._drawn[capture]
-
-    @cached_property
-    def _outsiders(self) -> Outsiders:
-        return self.vault.outsiders()
-
-    def _member_rows(self, name: str, capture: str, scores: Mapping[str, Tensor] | None) -> list[Row]:
-        put = self._candidates(name, capture) if scores else None
-        return membership.rows(capture, int(self.headers[capture]["client"]), put, scores) if put and scores else []
+        return self._attempts(self.granting.targets(name))
 
     @property
     def controlled(self) -> bool:
         """Whether the controls can be attacked too: the positive one is made of the truth."""
-        return self.config.controls and self.pool is not None
+        return self.config.controls and self.opened.pool is not None
 
     def _attempts(self, targets: Sequence[attacking.Target]) -> Iterator[attacking.Attempt]:
         return attacking.attempts(targets, self.config.executor, self.config.workers)
@@ -308,7 +196,7 @@ class AttackSession:
         first = next((one.capture for one in found if one.row["status"] != NOTHING), None)
         if first is None:
             return
-        truth, target = self.vault.truth(first), replace(self._target(name, first), doubt="")
+        truth, target = self.opened.vault.truth(first), replace(self.granting.target(name, first), doubt="")
         whole = target.config.model_copy(update={"visible": None})
         positive = replace(
             target,
@@ -320,9 +208,9 @@ class AttackSession:
         targets = [positive, replace(target, control=Control("negative"))]
         for target, tried in zip(targets, self._attempts(targets), strict=True):
             assert target.control is not None
-            (one,) = self._findings(name, tried)
-            valid, why = self._validity(tried, None)
-            row = one.row | {"attack_valid": valid, "reason": self._reason(tried, why)}
+            (one,) = self.scoring.findings(name, tried)
+            valid, why = self.scoring.validity(tried, None)
+            row = one.row | {"attack_valid": valid, "reason": self.scoring.reason(tried, why)}
             yield row | {"control": target.control.name} | (PLAIN if target is positive else {})
 
     def _verdicts(self, name: str, found: Sequence[Finding], controls: Sequence[Row]) -> dict[str, Any]:
@@ -330,7 +218,7 @@ class AttackSession:
         absent = ""
         if not self.config.controls:
             absent = SWITCHED_OFF
-        elif self.pool is None:
+        elif self.opened.pool is None:
             absent = "the run has no vault"
         elif len(found) == len(self.captures) and all(one.row["status"] == NOTHING for one in found):
             absent = "no victim could be attacked"
@@ -341,103 +229,15 @@ class AttackSession:
         said = {row["control"]: verdict(row["control"], row) for row in controls}
         return {name: said.get(name, {"verdict": "not run", "reason": absent}) for name in ("positive", "negative")}
 
-    def _findings(self, name: str, tried: attacking.Attempt) -> Iterator[Finding]:
-        """Yield what came of each capture that was attacked. Those that were seen as one batch are scored as one, and each
-        row holds what came of its own images."""
-        captures, result = [tried.capture, *tried.others], tried.result
-        if self.pool is None:
-            for i, capture in enumerate(captures):
-                valid, why = self._validity(tried, None)
-                row = self._row(name, capture, tried) | {
-                    "attack_valid": valid,
-                    "reason": self._reason(tried, why, UNSCORED),
-                }
-                yield Finding(capture, row, result, picture=None if i else self._picture(result, None))
-            return
-        truths = [self.vault.truth(capture) for capture in captures]
-        scored, words = self._score(result, joined(truths))
-        whole, at = self._picture(result, joined(truths)), 0
-        no_image = "" if result is None or self.spec.vocabulary is None else NO_IMAGE
-        found = self._mixed(result, captures)
-        for capture, truth, part in zip(captures, truths, parts(scored, [len(t.x) for t in truths]), strict=True):
-            own, at = slice(at, at + len(truth.x)), at + len(truth.x)
-            row = self._row(name, capture, tried) | {k: v for k, v in part.row().items() if k in results.COLUMNS}
-            row["status"] = "nonfinite" if part.nonfinite else row["status"]
-            valid, why = self._validity(tried, truth)
-            row |= {"dataset_index": " ".join(map(str, truth.dataset_index.tolist())), "attack_valid": valid}
-            seen = mixed.rows(capture, truth.dataset_index.tolist(), found or {})
-            said = mixed.UNKNOWN if found is None else mixed.sentence(seen, truth.mixed_residual)
-            yield Finding(
-                capture,
-                row | {"reason": self._reason(tried, why, no_image, said)},
-                result,
-                images=results.image_rows(capture, part),
-                tokens=[one.row() | {"capture": capture} for one in words[own]],
-                members=self._member_rows(name, capture, result.membership if result else None),
-                mixtures=seen,
-                picture=None if whole is None else whole[own],
-            )
-
-    def _row(self, name: str, capture: str, tried: attacking.Attempt) -> Row:
-        """Return what a row says of a capture and of the attack, without scores."""
-        header, result = self.headers[capture], tried.result
-        row: Row = {
-            "run": self.folder.path.name,
-            "algo": self.card.key,
-            "family": self.card.family,
-            "defense": "+".join(self.train.defense) or "none",
-            "epsilon": self.epsilon,
-            "attack": name,
-            "adversary": self.config.adversary,
-            "knowledge": self.config.knowledge,
-            "seconds": tried.seconds,
-            "status": result.status if result else NOTHING,
-        } | {k: header[k] for k in ("kind", "round", "client", "victim", "batch", "steps")}
-        if result is not None:
-            row |= {k: getattr(result, k) for k in ("labels", "hidden", "iterations", "restarts", "objective")}
-        return row
-
-    def _reason(self, tried: attacking.Attempt, *more: str) -> str:
-        return "; ".join(filter(None, (tried.reason, limits(self.config), NAIVE if self.naive else "", *more)))
-
-    def _validity(self, tried: attacking.Attempt, truth: Truth | None) -> tuple[bool | None, str]:
-        """Return whether an attack on a capture can say anything, and why not beyond the attempt's own reason."""
-        if tried.inconclusive:
-            return False, ""
-        return (None, "") if truth is None else results.validity(truth.replay_residual)
-
-    def _score(self, result: Reconstruction | None, truth: Truth) -> tuple[VictimScore, list[texts.TextScore]]:
-        assert self.pool is not None
-        x, y = (result.x, result.y) if result else (None, None)
-        if self.spec.vocabulary is not None:
-            return texts.score(truth, x, y, self.pool)
-        return score(truth, x, y, self.spec.pixels, self.pool, self.perceptual), []
-
-    def _mixed(self, result: Reconstruction | None, captures: Sequence[str]) -> Mapping[int, mixed.MixedScore] | None:
-        """Return what was found of mixed images, by the dataset row that each stands for; {} where there is nothing to compare,
-        None where it is not known what was trained on."""
-        assert self.pool is not None
-        if self.mixing is None or result is None or result.x is None:
-            return {}
-        found = mixed.joined([self._mixtures(capture) for capture in captures])
-        return None if found is None else mixed.score(found, result.x, self.spec.pixels, self.pool)
-
-    def _picture(self, result: Reconstruction | None, truth: Truth | None) -> Tensor | None:
-        if result is None or result.x is None:
-            return None
-        if self.spec.vocabulary is not None:
-            return texts.in_order(None if truth is None else truth.x, result.x)
-        return as_pictures(self.spec, result.x, truth)
-
     def _id(self, name: str, made: Attack[Any]) -> str:
         facts = [made.cfg.model_dump(), self.config.adversary, self.config.knowledge, self.config.seed, self.captures]
         facts += [self.config.visible] if self.config.visible else []
-        facts += [NAIVE] if self.naive else []
+        facts += [NAIVE] if self.opened.naive else []
         return f"{name}-{hashlib.sha256(to_json(facts).encode()).hexdigest()[:8]}"
 
     def _meta(self, name: str, made: Attack[Any], id: str, started: str, seconds: float, state: str) -> dict[str, Any]:
         facts = attack_facts(name, made, self.config, self.perceptual, started, seconds)
-        return {"id": id, **facts, "naive": self.naive, "captures": self.captures, "state": state}
+        return {"id": id, **facts, "naive": self.opened.naive, "captures": self.captures, "state": state}
 
 
 def attack_facts(
@@ -464,17 +264,3 @@ def attack_facts(
         "seconds": seconds,
         "versions": manifest.versions(),
     }
-
-
-def limits(config: AttackConfig) -> str:
-    """Return what a row says of a limited view of the upload."""
-    return f"visible alone: {', '.join(config.visible)}" if config.visible else ""
-
-
-def as_pictures(spec: InputSpec, x: Tensor, truth: Truth | None) -> Tensor:
-    """Return a reconstruction as pixels, float32 [B, C, H, W] in [0, 1], in the order of the truth where there is one."""
-    pixels = torch.nan_to_num(spec.pixels(x.detach().double()), nan=0.5).clamp(0, 1)
-    if truth is not None:
-        order = assign(spec.pixels(truth.x.double()).clamp(0, 1), pixels)
-        pixels = torch.stack([pixels[j] if j >= 0 else torch.full_like(pixels[0], 0.5) for j in order.tolist()])
-    return pixels.float()

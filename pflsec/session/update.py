@@ -27,7 +27,8 @@ from pflsec.leakage.vault import Pool, Truth
 from pflsec.runtime import attacking, elsewhere, manifest
 from pflsec.runtime.folder import secure
 from pflsec.runtime.replay import visible_items
-from pflsec.session.run import as_pictures, attack_facts, limits
+from pflsec.session.run import attack_facts
+from pflsec.session.scoring import as_pictures, limits
 
 
 @dataclass(frozen=True)

@@ -131,8 +131,8 @@ def test_candidates_must_be_granted_and_an_older_run_must_be_trained_again(run: 
 
 def test_others_than_this_attack_are_shown_no_candidates(run: api.Run):
     session = api.AttackSession(api.RunFolder(run.path), api.build(api.AttackConfig, {"knowledge": "oracle"}, "attack"))
-    assert all(target.candidates is None for target in session._targets("dlg"))
-    shown = session._targets("membership")
+    assert all(target.candidates is None for target in session.granting.targets("dlg"))
+    shown = session.granting.targets("membership")
     assert all(target.candidates is not None for target in shown)
 
 

@@ -142,11 +142,11 @@ def test_the_attacking_side_never_opens_the_vault(run: api.Run, monkeypatch: pyt
 
 def test_no_truth_is_looked_up_for_an_adversary_that_has_the_wire_alone(run: api.Run):
     session = api.AttackSession(RunFolder(run.path), build(AttackConfig, SMALL, "attack"))
-    assert all((t.labels, t.state) == (None, None) for t in session._targets("dlg"))
+    assert all((t.labels, t.state) == (None, None) for t in session.granting.targets("dlg"))
     granted = api.AttackSession(
         RunFolder(run.path), build(AttackConfig, SMALL | {"knowledge": "wire+labels"}, "attack")
     )
-    for target in granted._targets("dlg"):
+    for target in granted.granting.targets("dlg"):
         assert target.labels is not None
         assert target.state is None
 
@@ -234,7 +234,7 @@ def test_pictures_lie_among_valid_pixels_and_close_to_the_truth_where_the_row_sa
     for row, (capture, picture) in zip(rows(scores), sorted(pictures(scores).items()), strict=True):
         assert float(picture.min()) >= 0
         assert float(picture.max()) <= 1
-        spec = api.AttackSession(RunFolder(run.path), build(AttackConfig, SMALL, "attack")).spec
+        spec = api.AttackSession(RunFolder(run.path), build(AttackConfig, SMALL, "attack")).opened.spec
         true = spec.pixels(vault.Vault(run.path / "vault").truth(capture).x)
         mse = float((true.double() - picture.double()).square().mean())
         assert mse == pytest.approx(float(row["mse"]), rel=1e-2, abs=1e-9)

@@ -215,7 +215,7 @@ def test_every_row_of_a_sum_says_so_and_holds_its_own_images(averaging: api.Run)
     assert table["psnr"].notna().all()
     assert table["objective"].nunique() == 1
     pictures = read_items(scores.path / "reconstructions.safetensors", "pictures")
-    spec = api.AttackSession(api.RunFolder(averaging.path), api.AttackConfig(lpips="none")).spec
+    spec = api.AttackSession(api.RunFolder(averaging.path), api.AttackConfig(lpips="none")).opened.spec
     for row in table.to_dict("records"):
         name = f"r000-c0{row['client']}-v0-probe"
         truth = vault.Vault(averaging.path / "vault").truth(name)

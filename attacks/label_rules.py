@@ -3,10 +3,19 @@
 import torch
 from torch import Tensor
 
+from pflsec.core.errors import NotApplicable
 from pflsec.core.items import Items
 from pflsec.wire.capture import Capture
 
 ROUNDING = 1e-3  # images; float32 weights leave far less
+
+
+def granted(cap: Capture) -> Tensor:
+    """Return the labels that the adversary is granted (see Capture.labels). Raises NotApplicable without any."""
+    if cap.labels is None:
+        lost = ", or the vault does not hold those that were trained with" if cap.soft_labels else ""
+        raise NotApplicable(f"the labels are not granted to this adversary{lost}")
+    return cap.labels
 
 
 def from_wire(cap: Capture, rng: torch.Generator) -> tuple[Tensor | None, str]:

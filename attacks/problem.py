@@ -128,9 +128,7 @@ class Problem:
 
     def _labels(self, policy: Labels) -> tuple[Tensor | None, str]:
         if policy == "known":
-            if self.cap.labels is None:
-                raise NotApplicable("the labels are not granted to this adversary")
-            y = self.cap.labels
+            y = label_rules.granted(self.cap)
             return (y.to(self.dtype) if y.is_floating_point() else y), "known"
         if self.cap.soft_labels:
             return None, "optimise"

@@ -180,8 +180,7 @@ def _rounding(rows: Tensor, count: int) -> float:
 def _labels(cap: Capture, policy: Literal["restore", "known"]) -> tuple[Tensor | None, str]:
     """Return the label of a single image and how it was found. In a batch, which label is whose would stay open."""
     if policy == "known":
-        if cap.labels is None:
-            raise NotApplicable("the labels are not granted to this adversary")
-        return (label_rules.hard(cap.labels), "known") if cap.count == 1 else (None, "none")
+        y = label_rules.hard(label_rules.granted(cap))
+        return (y, "known") if cap.count == 1 else (None, "none")
     y = label_rules.of_one_image(cap)
     return y, "none" if y is None else "restore"

@@ -68,8 +68,9 @@ def _print_card(card: registry.Card) -> None:
     if card.settings:
         sources = sorted({k for s in card.settings for k in s.cited}, key=lambda k: (k != "paper", k))
         columns = ["setting", "default", "range", *sources, "meaning"]
+        how = f"--defense {card.key}:NAME=VALUE" if card.group == "defenses" else "--set NAME=VALUE"
         print_table(
-            "\nSettings (--set NAME=VALUE)",
+            f"\nSettings ({how})",
             columns,
             [
                 [s.name, s.default, s.rule or _choices(s.type), *(s.cited.get(k) for k in sources), s.about]

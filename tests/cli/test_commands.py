@@ -304,6 +304,11 @@ def test_runs_are_listed_with_their_attacks(cli: Cli, runs: Path):
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(("name", "how"), [("prune", "--defense prune:NAME=VALUE"), ("fedprox", "--set NAME=VALUE")])
+def test_a_card_says_how_its_settings_are_set(cli: Cli, name: str, how: str):
+    assert f"Settings ({how})" in cli.succeed("show", name).out
+
+
 @pytest.mark.parametrize("name", ["fedavg", "FedRep", "scaffold", "ig", "DLG", "digits", "mlp"])
 def test_every_card_is_shown_as_text_and_json(cli: Cli, name: str):
     card = strict(cli.succeed("show", name, "--json").out)

@@ -13,7 +13,7 @@ from torch import Tensor
 from pflsec import api
 from pflsec.core.config import build
 from pflsec.core.defense import Mixture
-from pflsec.core.errors import ConfigError, PrivacyError, RunError
+from pflsec.core.errors import ConfigError, NotApplicable, PrivacyError, RunError
 from pflsec.core.inputs import InputSpec
 from pflsec.core.items import select
 from pflsec.core.tensors import read_items, write_items
@@ -271,6 +271,17 @@ def test_batches_get_no_counts_of_labels_either():
     v, _ = mixed_victim(batch=3)
     assert attack("ig", known(v, "mixup"), iterations=2).labels == "optimise"
     assert attack("ig", known(v), iterations=2).labels == "restore"
+
+
+@pytest.mark.parametrize("name", ["dlg", "analytic"])
+def test_without_the_labels_that_were_trained_with_the_reason_names_the_vault(name: str):
+    v, _ = mixed_victim()
+    with pytest.raises(
+        NotApplicable, match="not granted to this adversary, or the vault does not hold those that were"
+    ):
+        attack(name, known(v, "mixup"), labels="known")
+    with pytest.raises(NotApplicable, match=r"not granted to this adversary$"):
+        attack(name, known(v), labels="known")
 
 
 def test_the_mixed_image_is_rebuilt_and_the_single_one_is_not():

@@ -7,7 +7,7 @@ Solves   min  mean CE(head(D(z)), y) + beta mean KL(N(mu, s^2) || N(0, 1)),  z =
 Claims   none. Of one image the decoder's gradient gives z away, and with it the noise; layers in front of the bottleneck leak
          as ever (Balunovic et al., ICLR 2022, arXiv 2111.04706): a linear layer that reads the image gives it away.
 Knob     width, beta. No setting is the identity, since the network stays longer; its other parameters start as without it.
-Limits   E and D are part of the body, `body.precode.*`, and go where it goes. Noise is drawn and the divergence counted in
+Limits   E and D are part of the body (body.precode.*) and go where it goes. Noise is drawn and the divergence counted in
          every pass of a training step through an encoder that the step trains. All others decode mu: tests, prototypes, mean
          outputs, teachers, heads that are fitted alone, and the fit that a method makes before use. Reported losses contain
          the divergence. Only networks whose head reads a vector, and no dp-sgd. An attacker who knows of it replays the

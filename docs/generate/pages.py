@@ -134,7 +134,7 @@ def _use(group: str, name: str, card: registry.Card) -> list[str]:
 
 def _sections(card: registry.Card) -> list[str]:
     rows = [[f"**{label}**", code(v) if label in FORMULAS else text(v)] for label, v in card.sections.items()]
-    return [*table(["", ""], rows), ""]
+    return [*table(["card", ""], rows), ""]
 
 
 def _method(name: str) -> list[str]:
@@ -328,8 +328,13 @@ def table(header: Sequence[str], rows: Any) -> list[str]:
 
 
 def text(value: str) -> str:
-    """Return text as Markdown that shows it as it is."""
-    return re.sub(r"([\\`*_\[\]|#])", r"\\\1", html.escape(" ".join(str(value).split()), quote=False))
+    """Return text as Markdown that shows it as it is, but what stands between two backticks as code."""
+    parts = re.split(r"`([^`]+)`", " ".join(str(value).split()))
+    return "".join(code(part) if i % 2 else _literal(part) for i, part in enumerate(parts))
+
+
+def _literal(value: str) -> str:
+    return re.sub(r"([\\`*_\[\]|#])", r"\\\1", html.escape(value, quote=False))
 
 
 def code(value: str) -> str:

@@ -92,13 +92,19 @@ def test_measured_rows_are_those_of_the_tables(generator):
         assert len([one for one in generator.measured("fedrep") if one.file == path.name]) == whole > 0
 
 
-@pytest.mark.parametrize("value", ["a|b", "x_1 * y_2", "<b>", "[C, d]", "`x`"])
+@pytest.mark.parametrize("value", ["a|b", "x_1 * y_2", "<b>", "[C, d]", "a ` b"])
 def test_text_and_code_show_as_they_are(generator, value):
     markdown = pytest.importorskip("markdown", reason="the site's extra is not installed: pip install -e '.[docs]'")
     for made in (generator.text(value), generator.code(value)):
         page = markdown.markdown("\n".join(generator.table(["a", "b"], [[made, "next"]])), extensions=["tables"])
         shown = re.sub(r"</?(?:table|thead|tbody|tr|td|th|code)>|\n", "", page).removeprefix("ab").removesuffix("next")
         assert html.unescape(shown) == value
+
+
+def test_names_between_backticks_show_as_code(generator):
+    markdown = pytest.importorskip("markdown", reason="the site's extra is not installed: pip install -e '.[docs]'")
+    page = markdown.markdown(generator.text("see `x_1.*` and `y`, <b> not"))
+    assert html.unescape(page) == "<p>see <code>x_1.*</code> and <code>y</code>, <b> not</p>"
 
 
 def test_the_metrics_page_explains_every_column():

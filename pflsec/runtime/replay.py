@@ -84,7 +84,8 @@ class Replay:
         private, release = of_kind(defenses, StepDefense), of_kind(defenses, ReleaseDefense)
         self.longest, self.row_bound = private and private.longest, release and release.bound
         model = of_kind(defenses, ModelDefense)
-        self.model_defense = model and model.known(net, said or {}, record.batch == record.steps == 1)
+        single = record.batch == record.steps == record.facts.get("summed", 1) == 1
+        self.model_defense = model and model.known(net, said or {}, single)
         here = [
             self.model_defense if d is model else d.at(net) if isinstance(d, ShapingDefense) else d for d in defenses
         ]

@@ -163,9 +163,11 @@ def _sum(records: Sequence[Record], weights: Sequence[float], up: Items, make: M
         raise NotApplicable(
             f"the sum is over {len(records)} clients with {steps} local steps in all; unrolling stops at {MOST_STEPS}"
         )
-    parts = [w * r.steps for w, r in zip(weights, records, strict=True)]
-    shares = [p / sum(parts) for p in parts]
-    joined = [Member(make(replace(r, up=up)), s) for r, s in zip(records, shares, strict=True)]
+    moves = [w * r.steps for w, r in zip(weights, records, strict=True)]
+    shares = [move / sum(moves) for move in moves]
+    several = {"summed": len(records)}  # what can be read off one client's upload, such as its noise, stands in no sum
+    parts = [replace(r, up=up, facts={**r.facts, **several}) for r in records]
+    joined = [Member(make(part), s) for part, s in zip(parts, shares, strict=True)]
     exact = _mean([(_summable(r.up), w) for r, w in zip(records, weights, strict=True)])
     singly, summed = (
         _mean([(make(replace(r, up=r.up | part)).target, s) for r, s in zip(records, shares, strict=True)])

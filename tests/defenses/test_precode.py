@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -220,6 +221,14 @@ def test_the_replay_of_the_truth_meets_what_was_sent_for_one_image(key: str):
     v = sent(victim(key, defense=[TEXT]), "noise")
     assert gap(v) < 1e-9
     assert gap(v, naive=True) > 0.2
+
+
+@pytest.mark.usefixtures("doubles")
+def test_no_noise_is_read_off_a_sum():
+    v = sent(victim("fedavg", defense=[TEXT]), "noise")
+    summed = replace(v, record=replace(v.record, facts={**v.record.facts, "summed": 2}))
+    assert gap(v) < 1e-9
+    assert gap(summed) > 0.01
 
 
 @pytest.mark.usefixtures("doubles")

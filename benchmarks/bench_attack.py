@@ -22,7 +22,7 @@ from pflsec.models.cnn import cnn
 from pflsec.runtime import attacking
 from pflsec.runtime.folder import RunFolder
 
-ITERATIONS, VICTIMS, TV = 60, 8, 1e-4
+ITERATIONS, VICTIMS, TV = 200, 8, 1e-4
 SHAPE, CLASSES = (1, 8, 8), 10
 
 

@@ -59,14 +59,14 @@ def accuracy(rows: Sequence[Row]) -> Grid:
     return _grid(rows, {head: _as(name) for head, name in names.items()}, numbers)
 
 
-def _attacked() -> dict[str, Cell]:
-    """Return the columns that say who attacked what, and how."""
-    return {"attack": _attack, "attacker": lambda row: f"{row['adversary']}, {row['knowledge']}", "kind": _kind}
+def _attacked(*names: str) -> dict[str, Cell]:
+    """Return the columns that say what was attacked, as these name it, how, and by whom."""
+    return {name: _as(name) for name in names} | {"attack": _attack, "attacker": _attacker}
 
 
 def leakage(rows: Sequence[Row]) -> Grid:
     """Return the leakage table's rows as text, what matters most first."""
-    words = {name: _as(name) for name in ("run", "algo", "defense")} | _attacked()
+    words = _attacked("run", "algo", "defense") | {"kind": _kind}
     numbers = {
         "rounds": _as("rounds"),
         "victims": _as("victims"),
@@ -98,7 +98,7 @@ def leakage(rows: Sequence[Row]) -> Grid:
 
 def by_round(rows: Sequence[Row]) -> Grid:
     """Return the leakage of every captured round as text, with the accuracy about it."""
-    words = {"run": _as("run")} | _attacked()
+    words = _attacked("run") | {"kind": _kind}
     numbers = {
         "round": _as("round"),
         "accuracy before": lambda row: "untrained" if row["round"] == 0 else percent(row["accuracy_before"]),
@@ -124,6 +124,10 @@ def _attack(row: Row) -> str:
     return f"{row['attack']} (naive)" if row["naive"] else str(row["attack"])
 
 
+def _attacker(row: Row) -> str:
+    return f"{row['adversary']}, {row['knowledge']}"
+
+
 def _kind(row: Row) -> str:
     return f"{row['kind']}: {of_clients(row['summed'])}" if row["summed"] > 1 else str(row["kind"])
 
@@ -135,11 +139,6 @@ def _range(name: str) -> Cell:
 
 def words(rows: Sequence[Row]) -> Grid:
     """Return the table of recovered words as text."""
-    about = {
-        "run": _as("run"),
-        "attack": _attack,
-        "attacker": lambda row: f"{row['adversary']}, {row['knowledge']}",
-    }
     shares = {
         "words recovered": "recall",
         "blind guess": "recall_blind",
@@ -150,16 +149,13 @@ def words(rows: Sequence[Row]) -> Grid:
         "all in order": "sequence",
         "identified": "identified",
     }
-    return _grid(rows, about, {"texts": _as("texts", _whole)} | {h: _as(n, percent) for h, n in shares.items()})
+    return _grid(
+        rows, _attacked("run"), {"texts": _as("texts", _whole)} | {h: _as(n, percent) for h, n in shares.items()}
+    )
 
 
 def mixed(rows: Sequence[Row]) -> Grid:
     """Return the table of mixed images as text."""
-    about = {
-        "run": _as("run"),
-        "attack": _attack,
-        "attacker": lambda row: f"{row['adversary']}, {row['knowledge']}",
-    }
     decibels = {
         "mixed image": "psnr_mixed",
         "blind guess of it": "psnr_mixed_blind",
@@ -168,7 +164,7 @@ def mixed(rows: Sequence[Row]) -> Grid:
     }
     share = {f"mixed ≥ {tables.SUCCESS:.0f} dB": _as("success", percent)}
     numbers = {"images": _as("images", _whole)} | {head: _as(name, number) for head, name in decibels.items()} | share
-    return _grid(rows, about, numbers, {"controls": _as("controls")})
+    return _grid(rows, _attacked("run"), numbers, {"controls": _as("controls")})
 
 
 def membership(rows: Sequence[Row]) -> Grid:
@@ -177,11 +173,7 @@ def membership(rows: Sequence[Row]) -> Grid:
     def share(value: float | None) -> str:
         return number(value, 3)
 
-    words = {
-        "run": _as("run"),
-        "statistic": _as("statistic"),
-        "attacker": lambda row: f"{row['adversary']}, {row['knowledge']}",
-    }
+    words = {"run": _as("run"), "statistic": _as("statistic"), "attacker": _attacker}
     numbers = {
         "victims": _as("n_victims"),
         "members": _as("n_members"),

@@ -27,6 +27,8 @@ from pflsec.session.scoring import NAIVE, NOTHING, Finding, Row, Scoring
 if TYPE_CHECKING:
     import pandas
 
+    from pflsec.reports.load import AttackData
+
 OnVictim = Callable[[str, int, int, Mapping[str, Any]], None]
 OnControl = Callable[[str, Mapping[str, Any]], None]
 SWITCHED_OFF = "switched off with --no-controls"
@@ -50,28 +52,28 @@ class Scores:
     @property
     def table(self) -> "pandas.DataFrame":
         """A row per victim, with the columns of scores.csv."""
-        from pflsec.reports.load import load_run as read
-
-        return next(a.scores for a in read(self.path.parents[1]).attacks if a.id == self.path.name)
+        return self._data.scores
 
     @property
     def tokens(self) -> "pandas.DataFrame":
         """A row per text, with the columns of tokens.csv; no rows where the data are images."""
-        from pflsec.reports.load import load_run as read
-
-        return next(a.tokens for a in read(self.path.parents[1]).attacks if a.id == self.path.name)
+        return self._data.tokens
 
     @property
     def mixed(self) -> "pandas.DataFrame":
         """A row per victim image, with the columns of mixed.csv; no rows where clients do not train on mixed images."""
-        from pflsec.reports.load import load_run as read
-
-        return next(a.mixed for a in read(self.path.parents[1]).attacks if a.id == self.path.name)
+        return self._data.mixed
 
     @property
     def membership(self) -> dict[str, dict[str, Any]]:
         """What each statistic of a membership attack is worth (see pflsec.leakage.membership.summary); {} for other attacks."""
         return read_json(self.path / "attack.json", "the attack").get("membership", {})
+
+    @property
+    def _data(self) -> "AttackData":
+        from pflsec.reports.load import load_run
+
+        return next(one for one in load_run(self.path.parents[1]).attacks if one.id == self.path.name)
 
 
 class AttackSession:

@@ -7,7 +7,7 @@ import pandas as pd
 
 from pflsec.core.errors import RunError
 from pflsec.reports.load import AttackData, RunData
-from pflsec.reports.tables.rows import named
+from pflsec.reports.tables.rows import ATTACKED, attacked
 
 MEMBERSHIP: dict[str, type | tuple[type, ...]] = {
     "n_victims": int,
@@ -36,8 +36,7 @@ def membership_table(runs: Iterable[RunData]) -> pd.DataFrame:
     of an attack are damaged.
     """
     rows = [row for run in runs for attack in run.attacks for row in _memberships(run, attack)]
-    columns = ["run", "algo", "family", "defense", "attack_id", "attack", "adversary", "knowledge", "kind", "statistic"]
-    return pd.DataFrame(rows, columns=[*columns, *MEMBERSHIP])
+    return pd.DataFrame(rows, columns=[*ATTACKED, "kind", "statistic", *MEMBERSHIP])
 
 
 def _memberships(run: RunData, attack: AttackData) -> list[dict[str, Any]]:
@@ -46,12 +45,5 @@ def _memberships(run: RunData, attack: AttackData) -> list[dict[str, Any]]:
         fits = isinstance(numbers, dict) and all(isinstance(numbers.get(k), kind) for k, kind in MEMBERSHIP.items())
         if not fits:
             raise RunError(f"{attack.folder / 'attack.json'} is damaged: '{name}' lacks or garbles a number.")
-    fixed = {
-        **named(run),
-        "attack_id": attack.id,
-        "attack": attack.name,
-        "adversary": attack.meta["threat_model"]["adversary"],
-        "knowledge": attack.meta["threat_model"]["knowledge"],
-        "kind": ", ".join(sorted({capture.kind for capture in attack.captures})),
-    }
+    fixed = attacked(run, attack) | {"kind": ", ".join(sorted({capture.kind for capture in attack.captures}))}
     return [fixed | {"statistic": name} | {k: numbers[k] for k in MEMBERSHIP} for name, numbers in found.items()]

@@ -5,15 +5,11 @@ from typing import Any
 
 import pandas as pd
 
-from pflsec.reports import controls
 from pflsec.reports.load import AttackData, RunData
-from pflsec.reports.tables.rows import SUCCESS, capture_names, is_naive, named, sorted_out
+from pflsec.reports.tables.rows import FOUND_BY, SUCCESS, found_by, speaking
 
 MEDIANS = ("psnr_mixed", "psnr_mixed_blind", "psnr_part", "psnr_part_blind")
-MIXED = [
-    *("run", "algo", "family", "defense", "attack_id", "attack", "adversary", "knowledge", "controls", "naive"),
-    *("images", *MEDIANS, "success"),
-]
+MIXED = [*FOUND_BY, "images", *MEDIANS, "success"]
 
 
 def mixed_table(runs: Iterable[RunData]) -> pd.DataFrame:
@@ -27,12 +23,9 @@ def mixed_table(runs: Iterable[RunData]) -> pd.DataFrame:
 
 
 def _mixed(run: RunData, attack: AttackData) -> list[dict[str, Any]]:
-    _, invalid, _ = sorted_out(attack.scores)
-    found = attack.mixed[~attack.mixed["capture"].isin(capture_names(invalid))]
+    found = speaking(attack, attack.mixed)
     if found.empty:
         return []
-    threat = {name: attack.meta["threat_model"][name] for name in ("adversary", "knowledge")}
-    about = {"attack_id": attack.id, "attack": attack.name, **threat, "controls": controls.state(attack.meta)}
     numbers = {name: found[name].median() for name in MEDIANS}
     success = (found["psnr_mixed"] >= SUCCESS).mean()
-    return [{**named(run), **about, "naive": is_naive(attack), "images": len(found), **numbers, "success": success}]
+    return [found_by(run, attack) | {"images": len(found), **numbers, "success": success}]

@@ -8,6 +8,7 @@ import pandas as pd
 
 from pflsec.core.files import to_json
 from pflsec.core.statistics import FEWEST, wilson
+from pflsec.reports import controls
 from pflsec.reports.load import AttackData, RunData
 
 SUCCESS = 20.0  # dB; from here on a reconstruction counts as a success
@@ -30,6 +31,29 @@ def is_naive(attack: AttackData) -> bool:
     """Return whether the attacker ignored a defense that was there, so that its number is no bound for one who does not."""
     said = attack.scores["reason"].astype(str).str.contains("naive: ", regex=False)
     return attack.meta.get("naive") is True or bool(said.any())
+
+
+ATTACKED = ("run", "algo", "family", "defense", "attack_id", "attack", "adversary", "knowledge")
+"""The columns of `attacked`."""
+FOUND_BY = (*ATTACKED, "controls", "naive")
+"""The columns of `found_by`."""
+
+
+def attacked(run: RunData, attack: AttackData) -> dict[str, Any]:
+    """Return what tells an attack's rows from others': on which run, which one, by whom."""
+    threat = {name: attack.meta["threat_model"][name] for name in ("adversary", "knowledge")}
+    return {**named(run), "attack_id": attack.id, "attack": attack.name, **threat}
+
+
+def found_by(run: RunData, attack: AttackData) -> dict[str, Any]:
+    """Return the same, and how far what was found can be relied on."""
+    return attacked(run, attack) | {"controls": controls.state(attack.meta), "naive": is_naive(attack)}
+
+
+def speaking(attack: AttackData, found: pd.DataFrame) -> pd.DataFrame:
+    """Return those rows of a table beside an attack's scores whose captures can speak."""
+    _, invalid, _ = sorted_out(attack.scores)
+    return found[~found["capture"].isin(capture_names(invalid))]
 
 
 def settled(attack: AttackData) -> pd.DataFrame:

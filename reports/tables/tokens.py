@@ -5,9 +5,8 @@ from typing import Any
 
 import pandas as pd
 
-from pflsec.reports import controls
 from pflsec.reports.load import AttackData, RunData
-from pflsec.reports.tables.rows import capture_names, is_naive, named, sorted_out
+from pflsec.reports.tables.rows import FOUND_BY, found_by, speaking
 
 TEXT_SHARES = {"multiset": "multiset_exact", "sequence": "sequence_exact", "identified": "identified"}
 TEXT_MEASURES = {
@@ -18,10 +17,7 @@ TEXT_MEASURES = {
     "in_place": "in_place",
     **TEXT_SHARES,
 }
-TOKENS = [
-    *("run", "algo", "family", "defense", "attack_id", "attack", "adversary", "knowledge", "controls", "naive"),
-    *("texts", "recall", "recall_blind", "precision", "rouge_l", "in_place", *TEXT_SHARES),
-]
+TOKENS = [*FOUND_BY, "texts", *TEXT_MEASURES]
 
 
 def tokens_table(runs: Iterable[RunData]) -> pd.DataFrame:
@@ -37,12 +33,8 @@ def tokens_table(runs: Iterable[RunData]) -> pd.DataFrame:
 
 
 def _tokens(run: RunData, attack: AttackData) -> list[dict[str, Any]]:
-    found = attack.tokens.dropna(subset=["token_recall"])
-    _, invalid, _ = sorted_out(attack.scores)
-    found = found[~found["capture"].isin(capture_names(invalid))]
+    found = speaking(attack, attack.tokens.dropna(subset=["token_recall"]))
     if found.empty:
         return []
-    threat = {name: attack.meta["threat_model"][name] for name in ("adversary", "knowledge")}
-    about = {"attack_id": attack.id, "attack": attack.name, **threat, "controls": controls.state(attack.meta)}
     means = {name: found[column].mean() for name, column in TEXT_MEASURES.items()}
-    return [{**named(run), **about, "naive": is_naive(attack), "texts": len(found), **means}]
+    return [found_by(run, attack) | {"texts": len(found), **means}]

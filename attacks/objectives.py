@@ -58,11 +58,8 @@ class _Angle(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        guess, apart = (
-            ctx.saved_tensors[: len(ctx.saved_tensors) // 2],
-            ctx.saved_tensors[len(ctx.saved_tensors) // 2 :],
-        )
-        shrink, size = -ctx.value / ctx.length, float(slope) / ctx.length
+        half, shrink, size = len(ctx.saved_tensors) // 2, -ctx.value / ctx.length, float(slope) / ctx.length
+        guess, apart = ctx.saved_tensors[:half], ctx.saved_tensors[half:]
         return None, *(torch.add(d, g, alpha=shrink).mul_(size) for g, d in zip(guess, apart, strict=True))
 
 

@@ -140,6 +140,20 @@ class Recorder(Channel):
         return sent
 
 
+class Stop(Exception):
+    """Ends a run from outside."""
+
+
+def stopping(at: int) -> Callable[[int, Mapping[str, Any]], None]:
+    """Return what to call after each round, so that the run is stopped after this one."""
+
+    def stop(t: int, metrics: Mapping[str, Any]) -> None:
+        if t == at:
+            raise Stop
+
+    return stop
+
+
 def method(kind: Method, net: Network | None = None, clients: int = 4, **settings: Any) -> Algorithm[Any]:
     """Return a method, by key or by class, with these settings."""
     found = registry.load("algorithms", kind) if isinstance(kind, str) else kind

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from pflsec.attacks import label_rules
+from pflsec.core import linear
 from pflsec.core.attack import Attack, Reconstruction
 from pflsec.core.config import Config, above, option
 from pflsec.core.errors import NotApplicable
@@ -86,11 +87,10 @@ def reading_layer(cap: Capture) -> str:
 def single_input(cap: Capture, layer: str) -> Tensor:
     """Return what a biased linear layer read for the only image of a batch, float64 [1, n].
 
-    Exact for one local step, and for any number where the layer reads the image itself. Of all rows dW_j = db_j x this is
-    the mean that noise disturbs least.
+    Exact for one local step, and for any number where the layer reads the image itself.
     """
     weight, bias = cap.target[f"{layer}.weight"].double(), cap.target[f"{layer}.bias"].double()
-    return (weight.T @ bias / bias.square().sum())[None]
+    return linear.single_input(weight, bias)[None]
 
 
 def unexplained(cap: Capture, layer: str, x: Tensor) -> float:
@@ -144,7 +144,7 @@ def _candidates(cap: Capture, rows: Tensor, error: float) -> list[Tensor]:
         near = (ratio[free] - ratio[free[0]]).square().mean(1).sqrt() <= blur[free] + blur[free[0]]
         group = torch.tensor(free)[near]
         free = [j for j, taken in zip(free, near.tolist(), strict=True) if not taken]
-        image = weight[group].T @ bias[group] / bias[group].square().sum()
+        image = linear.single_input(weight[group], bias[group])
         pixels = cap.input.pixels(image.reshape(cap.input.shape))
         if len(group) > 1 and bool(((pixels > -OUTSIDE) & (pixels < 1 + OUTSIDE)).all()):
             found.append(image)

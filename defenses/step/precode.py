@@ -27,6 +27,7 @@ from pflsec.core.config import Config, at_least
 from pflsec.core.defense import ModelDefense
 from pflsec.core.errors import ConfigError
 from pflsec.core.items import Items
+from pflsec.core.linear import single_input
 from pflsec.core.local import Local, LossPerExample
 from pflsec.core.network import Net
 from pflsec.core.streams import stream
@@ -164,9 +165,8 @@ def read_code(said: Items) -> Tensor | None:
 def code(weight: Tensor, bias: Tensor) -> Tensor | None:
     """Return the input [1, width] of a linear layer in one pass of one input, from the gradients of its weight and bias, or
     None where these are not of one input."""
-    size = bias.square().sum()
-    if not size > 0:
+    if not bias.square().sum() > 0:
         return None
-    found = weight.T @ bias / size
+    found = single_input(weight, bias)
     left = (weight - bias[:, None] * found).square().sum()
     return found[None] if left <= UNEXPLAINED * weight.square().sum() else None

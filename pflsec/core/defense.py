@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pflsec.core.config import Config
@@ -234,6 +235,14 @@ class Mixture:
     y: Tensor
     parts: Tensor
     weights: Tensor
+
+
+def together(many: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Return parts and weights [B, k] of several mixtures as one. Rows of fewer parts than others are filled up with their own,
+    of weight 0."""
+    widest = max(parts.shape[1] for parts, _ in many)
+    filled = [torch.cat([p, p[:, :1].expand(-1, widest - p.shape[1])], 1) for p, _ in many]
+    return torch.cat(filled), torch.cat([F.pad(w, (0, widest - w.shape[1])) for _, w in many])
 
 
 class InputDefense(Defense[C]):

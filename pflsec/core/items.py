@@ -89,6 +89,12 @@ def arithmetic(x: Tensor) -> torch.dtype:
     return x.dtype if x.is_floating_point() else torch.get_default_dtype()
 
 
+def first_unlike(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> str | None:
+    """Return the name of the first item that is not the same in both, bit for bit, or that only one of them has; or None."""
+    names = [*one, *(name for name in other if name not in one)]
+    return next((k for k in names if k not in one or k not in other or not torch.equal(one[k], other[k])), None)
+
+
 def first_nonfinite(items: Mapping[str, Tensor]) -> str | None:
     """Return the name of the first item that holds a NaN or an infinity, or None."""
     for k, v in items.items():

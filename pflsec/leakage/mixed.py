@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pflsec.core.defense import together
 from pflsec.leakage.images import capped, psnr
 from pflsec.leakage.matching import assign
 from pflsec.leakage.score import GREY, clean
@@ -101,9 +102,7 @@ def joined(many: Sequence[Mixtures | None]) -> Mixtures | None:
         return None
     if len(known) == 1:
         return known[0]
-    widest = max(one.parts.shape[1] for one in known)
-    parts = torch.cat([torch.cat([m.parts, m.parts[:, :1].expand(-1, widest - m.parts.shape[1])], 1) for m in known])
-    weights = torch.cat([torch.nn.functional.pad(m.weights, (0, widest - m.weights.shape[1])) for m in known])
+    parts, weights = together([(one.parts, one.weights) for one in known])
     names = ("x", "y", "step", "main", "images", "dataset_index")
     same = {name: torch.cat([getattr(one, name) for one in known]) for name in names}
     return Mixtures(**same, parts=parts, weights=weights)

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pflsec.core.algorithm import Done
-from pflsec.core.defense import Mixture
-from pflsec.core.items import Items
+from pflsec.core.defense import Mixture, together
+from pflsec.core.items import Items, first_unlike
 from pflsec.core.streams import numpy_stream
 from pflsec.runtime.setup import Setup
 from pflsec.training.feed import Feed
@@ -50,9 +50,8 @@ def stored(log: Log, train: Tensor, rows: np.ndarray) -> Items:
 
     train  the client's training rows as the network sees them      rows  their dataset rows, int64
     """
-    widest = max(made.parts.shape[1] for _, made in log)
-    own = [torch.cat([m.parts, m.parts[:, :1].expand(-1, widest - m.parts.shape[1])], 1) for _, m in log]
-    parts, index = torch.cat(own), torch.as_tensor(rows)
+    parts, weights = together([(made.parts, made.weights) for _, made in log])
+    index = torch.as_tensor(rows)
     sizes = torch.tensor([len(made.x) for _, made in log])
     return {
         "x": torch.cat([made.x for _, made in log]),
@@ -60,7 +59,7 @@ def stored(log: Log, train: Tensor, rows: np.ndarray) -> Items:
         "step": torch.repeat_interleave(torch.arange(len(log)), sizes),
         "main": torch.repeat_interleave(torch.tensor([phase == "main" for phase, _ in log]), sizes),
         "parts": index[parts],
-        "weights": torch.cat([F.pad(made.weights, (0, widest - made.weights.shape[1])) for _, made in log]),
+        "weights": weights,
         "images": train[parts.unique()],
         "dataset_index": index[parts.unique()],
     }
@@ -83,18 +82,12 @@ def why_not(setup: Setup) -> str | None:
 
     with torch.random.fork_rng(devices=[]):
         for t in range(2):
-            if odd := _unlike(done(Still, t, 0).up, done(Still, t, 0, sign=-1).up):
+            if odd := first_unlike(done(Still, t, 0).up, done(Still, t, 0, sign=-1).up):
                 return f"{odd} says something of the client's own images by another way than gradients"
             turn = {c: done(LocalWork, t, c) for c in clients}
             states = {c: one.state for c, one in turn.items()}
             server = algorithm.aggregate(server, {c: one.up for c, one in turn.items()})
     return None
-
-
-def _unlike(up: Items, other: Items) -> str | None:
-    """Return the first item in which two uploads differ, or None."""
-    names = [*up, *(name for name in other if name not in up)]
-    return next((k for k in names if k not in up or k not in other or not torch.equal(up[k], other[k])), None)
 
 
 class Still(LocalWork):

@@ -13,6 +13,7 @@ from torch import Tensor
 from pflsec.core.change import reference
 from pflsec.core.contract import kind_of
 from pflsec.core.defense import (
+    Defense,
     Guard,
     ModelDefense,
     ReleaseDefense,
@@ -23,7 +24,7 @@ from pflsec.core.defense import (
     of_kind,
 )
 from pflsec.core.errors import PflsecWarning, PrivacyError
-from pflsec.core.items import Items
+from pflsec.core.items import Items, first_unlike
 from pflsec.core.network import Net
 from pflsec.core.streams import seed_of, stream
 from pflsec.runtime import cohort as cohorts
@@ -65,20 +66,21 @@ def check(setup: Setup) -> None:
             f"Let it draw them with equal chances, or choose no {users.key}."
         )
     if (shaping := setup.shaping) is not None and (reason := _unshaped(setup, shaping)):
-        raise PrivacyError(
-            f"{setup.config.algo} cannot be trained under {shaping.key} ({reason}). Choose another method, other "
-            f"settings, or no {shaping.key}."
-        )
+        raise _useless(setup, shaping, reason)
     if (mixing := setup.mixing) is not None and (reason := feeding.why_not(setup)):
-        raise PrivacyError(
-            f"{setup.config.algo} cannot be trained under {mixing.key} ({reason}). Choose another method, other settings, "
-            f"or no {mixing.key}."
-        )
+        raise _useless(setup, mixing, reason)
     if (model := of_kind(setup.defenses, ModelDefense)) is not None and not _noticed(setup, model):
         raise PrivacyError(
             f"{setup.config.algo} cannot be trained under {model.key} (nothing that its clients send is changed by it). Choose "
             f"another method, or no {model.key}."
         )
+
+
+def _useless(setup: Setup, defense: Defense[Any], reason: str) -> PrivacyError:
+    return PrivacyError(
+        f"{setup.config.algo} cannot be trained under {defense.key} ({reason}). Choose another method, other settings, or no "
+        f"{defense.key}."
+    )
 
 
 def _check_private(setup: Setup, private: StepDefense[Any]) -> None:
@@ -124,7 +126,7 @@ def _noticed(setup: Setup, model: ModelDefense[Any]) -> bool:
     """Return whether a defense inside training changes anything that a client sends: found by doing local work on two rows."""
     x, stages = setup.federation.train(0)[0][:2], (lambda ctx: ctx, lambda ctx: inside(ctx, [model], "check"))
     plain, defended = (_sent(setup, x, stage) for stage in stages)
-    return any(not torch.equal(plain[name], defended[name]) for name in plain)
+    return first_unlike(plain, defended) is not None
 
 
 def _sent(setup: Setup, x: Tensor, defended: Callable[[LocalWork], LocalWork]) -> Items:

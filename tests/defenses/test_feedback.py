@@ -178,18 +178,11 @@ def test_what_waits_is_a_clients_own_and_changes_only_when_its_upload_is_accepte
 
 
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(tmp_path: Path):
-    class Stop(Exception):
-        pass
-
-    def stop(t: int, metrics: Any) -> None:
-        if t == 1:
-            raise Stop
-
     made = toys.setup("fedavg", defense=[PRUNE], rounds=4)
     whole, cut = (RunFolder.create(tmp_path, name) for name in ("whole", "cut"))
     straight = play(made, whole, lambda t, metrics: None)
-    with pytest.raises(Stop):
-        play(made, cut, stop)
+    with pytest.raises(toys.Stop):
+        play(made, cut, toys.stopping(1))
     resumed = play(made, cut, lambda t, metrics: None)
     assert toys.same(resumed.server, straight.server)
     assert all(toys.same(resumed.unsent[c], straight.unsent[c]) for c in range(4))

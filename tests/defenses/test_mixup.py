@@ -28,7 +28,7 @@ from pflsec.wire.capture import Capture
 from pflsec.wire.store import CaptureStore
 from tests import toys
 from tests.attacks.victims import Victim, attack, victim
-from tests.runtime.test_pool_and_resume import Stop, contents, setup
+from tests.runtime.test_pool_and_resume import contents, setup
 
 
 def mixup(**settings: Any) -> Mixup:
@@ -190,11 +190,8 @@ def test_workers_and_resumed_runs_give_the_bits_of_one_process(tmp_path: Path):
     more = {"defense": ["mixup"], "kind": "both", "local_epochs": 1}
     whole = api.run_training(setup("fedrep", **more), name="whole", runs_dir=tmp_path)
 
-    def stop(t: int, metrics: Any) -> None:
-        raise Stop
-
-    with pytest.raises(Stop):
-        api.run_training(setup("fedrep", **more), name="cut", runs_dir=tmp_path, on_round=stop)
+    with pytest.raises(toys.Stop):
+        api.run_training(setup("fedrep", **more), name="cut", runs_dir=tmp_path, on_round=toys.stopping(0))
     assert contents(api.resume("cut", runs_dir=tmp_path)) == contents(whole)
     spread = api.run_training(setup("fedrep", workers=2, **more), name="w", runs_dir=tmp_path, executor="processes")
     assert contents(spread) == contents(whole)

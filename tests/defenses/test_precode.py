@@ -332,14 +332,8 @@ def test_a_run_has_the_same_bits_under_workers_and_after_an_interruption(tmp_pat
     whole = trained(tmp_path / "serial")
     workers = trained(tmp_path / "workers", executor="processes", workers=2)
 
-    class Stop(Exception):
-        pass
-
-    def stop(t: int, metrics: Any) -> None:
-        raise Stop
-
-    with pytest.raises(Stop):
-        trained(tmp_path / "cut", on_round=stop)
+    with pytest.raises(toys.Stop):
+        trained(tmp_path / "cut", on_round=toys.stopping(0))
     resumed = api.resume("run", runs_dir=tmp_path / "cut", dataset=toys.dataset())
     for other in (workers, resumed):
         assert captured(whole).keys() == captured(other).keys()

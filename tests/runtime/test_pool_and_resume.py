@@ -22,6 +22,7 @@ from pflsec.runtime.folder import RunFolder
 from pflsec.runtime.pool import Arena, Processes, take
 from pflsec.runtime.rounds import Federated
 from pflsec.runtime.setup import Setup
+from tests import toys
 
 OPTIONS: dict[str, Any] = {
     "model": "mlp",
@@ -36,10 +37,6 @@ OPTIONS: dict[str, Any] = {
     "victims": 1,
 }
 TIMES = ("seconds", "seconds_train", "seconds_eval")
-
-
-class Stop(Exception):
-    """Ends a run from outside."""
 
 
 def setup(algo: str, **more: Any) -> Setup:
@@ -64,13 +61,9 @@ def pool_setup() -> Setup:
 
 @pytest.mark.parametrize("algo", registry.names("algorithms"))
 def test_a_resumed_run_equals_an_uninterrupted_one(algo: str, tmp_path: Path):
-    def stop_after_two(t: int, metrics: Any) -> None:
-        if t == 1:
-            raise Stop
-
     whole = api.run_training(setup(algo), name="whole", runs_dir=tmp_path)
-    with pytest.raises(Stop):
-        api.run_training(setup(algo), name="cut", runs_dir=tmp_path, on_round=stop_after_two)
+    with pytest.raises(toys.Stop):
+        api.run_training(setup(algo), name="cut", runs_dir=tmp_path, on_round=toys.stopping(1))
     assert api.load_run("cut", tmp_path).manifest["state"] == "failed"
     resumed = api.resume("cut", runs_dir=tmp_path)
     assert resumed.manifest["state"] == "done"
@@ -81,11 +74,8 @@ def test_a_private_run_resumes_with_the_noise_and_the_accounts_it_had(tmp_path: 
     more = {"defense": ["dp-sgd:noise_multiplier=1.0"], "dp_seed": 4}
     whole = api.run_training(setup("fedavg", **more), name="whole", runs_dir=tmp_path)
 
-    def stop(t: int, metrics: Any) -> None:
-        raise Stop
-
-    with pytest.raises(Stop):
-        api.run_training(setup("fedavg", **more), name="cut", runs_dir=tmp_path, on_round=stop)
+    with pytest.raises(toys.Stop):
+        api.run_training(setup("fedavg", **more), name="cut", runs_dir=tmp_path, on_round=toys.stopping(0))
     assert contents(api.resume("cut", runs_dir=tmp_path)) == contents(whole)
 
 

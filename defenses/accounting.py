@@ -9,7 +9,7 @@ import numpy as np
 from scipy.special import gammaln, logsumexp
 
 from pflsec.core.defense import Spend
-from pflsec.core.errors import ConfigError, PrivacyError
+from pflsec.core.errors import ConfigError, PrivacyError, first_line
 
 Method = Literal["rdp", "prv"]
 Account = tuple[Spend, ...]
@@ -123,10 +123,9 @@ def _prv(account: Account, delta: float) -> float:
             warnings.simplefilter("ignore")
             return float(accountant.get_epsilon(delta=delta))
     except (ValueError, RuntimeError, ArithmeticError, MemoryError, IndexError) as error:
-        said = str(error).partition("\n")[0] or type(error).__name__
         raise PrivacyError(
-            f"the accountant prv has no epsilon for {sum(n for *_, n in account)} steps at delta {delta:g} ({said}). Use "
-            "accountant=rdp."
+            f"the accountant prv has no epsilon for {sum(n for *_, n in account)} steps at delta {delta:g} "
+            f"({first_line(error)}). Use accountant=rdp."
         ) from error
 
 
